@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -11,6 +11,7 @@ import torch
 
 from attention_backends.build import build, find_cached
 from attention_backends.context import ContextPart
+from attention_backends.cpu_latents import MADE_VALUES, LatentKernels, LatentSizes, Ways, attend_to_latents
 from attention_backends.crew import load_library
 from attention_backends.interface import (
     AttentionBackend,
@@ -26,7 +27,7 @@ from attention_backends.toolchain import default_cache_dir, find_compiler
 Isa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx"]
 ISAS: tuple[Isa, ...] = ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx")
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 640
 MAX_BLOCK_SIZE = 1024
 
 
@@ -44,6 +45,8 @@ class CpuMetadata:
     context: ContextPart
     step: int
     """0: cut at every layer; else of this step only, whose tables do not change"""
+    latent_ways: dict[LatentSizes, Ways | None] = field(default_factory=dict)
+    """found at the first layer that keeps latents"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class CpuBackend(AttentionBackend):
         self._new_step: Callable[[], int] = _unprepared
         self._native_attention: Callable[[], int] = _unprepared
         self._merge_parts: Callable[..., None] = _unprepared
+        self._head_product: Callable[..., None] = _unprepared
         self._native_layer: Callable[..., tuple[torch.Tensor, int]] = _unprepared
         self._native_step: Callable[..., torch.Tensor] = _unprepared
         self._supported: tuple[Isa, ...] = ()
@@ -102,6 +106,7 @@ class CpuBackend(AttentionBackend):
             soft_cap=True,
             sinks=True,
             chunk=True,
+            latent=True,
             context_parts=True,
         )
 
@@ -134,6 +139,10 @@ class CpuBackend(AttentionBackend):
         self._new_step = ops.new_step.default
         self._native_attention = ops.native_attention.default
         self._merge_parts = ops.merge_parts.default
+        self._head_product = ops.head_product.default
+        self._latent_kernels = LatentKernels(
+            self._attend, self.write_kv, self._multiply_heads, self.kv_cache_shape, self._new_step
+        )
         self._native_layer = ops.native_layer.default
         self._native_step = ops.native_step.default
 
@@ -147,6 +156,15 @@ class CpuBackend(AttentionBackend):
         the last dimension is 4 longer, the bytes of a token's scale."""
         scale_bytes = 4 if self._kv_dtype == torch.int8 else 0
         return (num_blocks, 2, num_kv_heads, block_size, (head_dim + 15) // 16 * 16 + scale_bytes)
+
+    def latent_cache_shape(self, num_blocks: int, block_size: int, row_size: int) -> tuple[int, ...]:
+        """[num_blocks, 1, 1, block_size, row_size rounded up to 16]. Raises RuntimeError: there are no such kernels."""
+        if row_size % 8 or row_size > MAX_HEAD_DIM:
+            raise RuntimeError(
+                f"CpuBackend: rows of latents (kv_lora_rank + qk_rope_head_dim) of {row_size}: they must be a multiple "
+                f"of 8 of at most {MAX_HEAD_DIM}"
+            )
+        return (num_blocks, 1, 1, block_size, (row_size + 15) // 16 * 16)
 
     def build_metadata(self, batch: AttentionBatch) -> CpuMetadata:
         return CpuMetadata(
@@ -171,6 +189,21 @@ class CpuBackend(AttentionBackend):
         metadata: object,
     ) -> None:
         assert isinstance(metadata, CpuMetadata)
+        if layer.latent is not None:
+            attend_to_latents(self._latent_kernels, q, k, out, kv_cache, layer, layer.latent, metadata)
+        else:
+            self._attend(q, k, v, out, kv_cache, layer, metadata)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: CpuMetadata,
+    ) -> None:
         self._paged_attention(
             q,
             k,
@@ -194,14 +227,22 @@ class CpuBackend(AttentionBackend):
             metadata.context.rank,
         )
 
+    def _multiply_heads(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, transposed: bool) -> None:
+        self._head_product(x, weight, out, transposed, self._isa)
+
+    def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
+        """Keys and values that are made of latents, and their pages."""
+        sizes = (layer.latent.weight.element_size() for layer in layers if layer.latent is not None)
+        return 4 * MADE_VALUES * max(sizes, default=0)
+
     def merge_parts(self, found: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         self._merge_parts(found, sinks, out, self._isa)
 
     def native_layer(
         self, layer: AttentionLayer, kv_cache: torch.Tensor, dtype: torch.dtype, heads: ContextHeads | None = None
     ) -> NativeLayer | None:
-        """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values."""
-        if dtype != torch.bfloat16 or layer.shares is not None:
+        """None unless `dtype` is bfloat16, and for a layer that shares another's keys and values, or keeps latents."""
+        if dtype != torch.bfloat16 or layer.shares is not None or layer.latent is not None:
             return None
         window, soft_cap = layer.signed_window, layer.soft_cap or 0.0
         ranks = [] if heads is None else [*heads.group, heads.rank, *heads.queries, *heads.keys]

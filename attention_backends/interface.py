@@ -17,6 +17,29 @@ from attention_backends.context import WHOLE, ContextPart, merge_parts
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Keys and values of all heads are made of one row a token (multi-head latent attention: DeepSeek-V2, 2024, section
+    2.1): its first `rank` elements by a matrix, and the others are a part that all heads' keys have in common.
+
+    Multiplying queries and what they find with the matrix gives the same as multiplying the rows (section 2.1.2: it is
+    absorbed), so a backend may do either.
+    """
+
+    weight: torch.Tensor
+    """[heads * (made of a key + value_dim), rank], of the queries' dtype: a head's key comes before its value"""
+    value_dim: int
+
+    @property
+    def rank(self) -> int:
+        return self.weight.size(1)
+
+    def heads(self, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the matrix: [heads, made of a key, rank] and [heads, value_dim, rank]."""
+        made = self.weight.unflatten(0, (num_heads, -1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return made[:, : -self.value_dim], made[:, -self.value_dim :]
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """What one layer's attention is. `window` w: query at position p sees keys in (p - w, p]; None sees all of [0, p].
 
@@ -38,6 +61,8 @@ class AttentionLayer:
     """In the place of a window: a query at position p sees keys in [p // chunk * chunk, p] (Llama 4)."""
     shares: int | None = None
     """The earlier layer of the same step whose cache this is: nothing is written, and k and v are not looked at."""
+    latent: Latent | None = None
+    """k, of one head, are rows of `head_dim` elements, and v is not looked at; queries are as large as a head's keys"""
 
     @property
     def signed_window(self) -> int:
@@ -59,6 +84,8 @@ class Capabilities:
     soft_cap: bool = False
     sinks: bool = False
     chunk: bool = False
+    latent: bool = False
+    """of the queries' dtype"""
     context_parts: bool = False
     """`AttentionBatch.context` may be less than the whole"""
     capture_safe: bool = False
@@ -75,7 +102,7 @@ class AttentionSpec:
     kv_dtype: torch.dtype
     """of the cache"""
     head_dims: tuple[int, ...]
-    """of its layers, each once"""
+    """of its layers, each once; not of those that keep latents"""
 
 
 @dataclass(frozen=True)
@@ -180,6 +207,10 @@ class AttentionBackend(ABC):
         """Shape of one layer's cache, `shape[0] == num_blocks`. The runner allocates it zeroed, in the cache dtype;
         blocks are contiguous, at multiples of 16 bytes, and between two there may be what other layers keep."""
 
+    def latent_cache_shape(self, num_blocks: int, block_size: int, row_size: int) -> tuple[int, ...]:
+        """The same of a layer that keeps latents, of a backend that has them: one array, of so many elements a row."""
+        raise NotImplementedError(f"{self.name}: keeps no latents")
+
     def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
         """Upper estimate of the scratch memory that steps and graphs of up to `max_num_seqs` sequences over `layers`,
         in `num_groups` groups, will allocate, beside caches and weights; asked after `prepare`. Cheap, allocates
@@ -204,7 +235,8 @@ class AttentionBackend(ABC):
         """Write this step's k, v into the cache (not where `layer.shares` another's), then attend; result into `out`.
 
         q, out [tokens, num_heads, head_dim]; k, v [tokens, num_kv_heads, head_dim]; the last dimension is contiguous,
-        the token stride is free (they may be views of a merged QKV tensor). Padding tokens (beyond num_tokens) are not
+        the token stride is free (they may be views of a merged QKV tensor). Of latents q [tokens, num_heads, a key's
+        size], out [tokens, num_heads, value_dim], k [tokens, 1, head_dim]. Padding tokens (beyond num_tokens) are not
         touched. The cache's dtype is that of q, or one of `Capabilities.kv_dtypes`.
 
         Of a part of a context, `out` is float32 [tokens, num_heads, head_dim + 1], as `merge_parts` says; `layer` has

@@ -31,6 +31,7 @@ _NAMES = {
     "soft_cap": "soft cap",
     "sinks": "attention sinks",
     "chunk": "chunked attention",
+    "latent": "latent attention (MLA)",
     "context_parts": "decode context parallelism",
 }
 """of what a layer may need, in `Capabilities`"""
@@ -67,24 +68,24 @@ def select(
     kv_dtype: torch.dtype | None = None,
     needs_sinks: bool = False,
     needs_chunk: bool = False,
+    needs_latent: bool = False,
     needs_parts: bool = False,
 ) -> Selection:
     """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
 
-    `head_dims`: of all layers. `kv_dtype`: of the cache; None: `dtype`. Rejections are logged. Raises NoBackendError
-    with every reason.
+    `head_dims`: of all layers that keep keys and values. `kv_dtype`: of the cache; None: `dtype`. Rejections are
+    logged. Raises NoBackendError with every reason.
     """
     points, sizes = registered(), tuple(sorted(set(head_dims)))
     needed = {"window": needs_window, "soft_cap": needs_soft_cap, "sinks": needs_sinks, "chunk": needs_chunk}
-    needed["context_parts"] = needs_parts
+    needed |= {"latent": needs_latent, "context_parts": needs_parts}
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
     rejected, elsewhere = dict[str, str](), set[str]()
     kind = torch.device(device).type
     candidates: list[tuple[int, str, type[AttentionBackend]]] = []
     for each in sorted(points) if name is None else [name]:
-        backend_class = _load(points[each], rejected)
-        if backend_class is None:
+        if (backend_class := _load(points[each], rejected)) is None:
             continue
         able = backend_class.capabilities()
         if kind not in able.devices or kind in backend_class.only_by_name:

@@ -27,7 +27,8 @@ def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str, ranks: int = 1) 
     scale_bytes = 4 if dtype == "int8" else 0
     keep = [layer for layer in layers if layer.shares is None]
     return sum(
-        2 * max(layer.num_kv_heads, ranks) * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in keep
+        layer.kept_arrays * max(layer.num_kv_heads, ranks) * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes)
+        for layer in keep
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,10 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
     """Raises ConfigError or UnsupportedModelError for what the model's layers, or the library's module where that
     computes it, cannot be asked."""
     if model.facts.states:
-        _check_states(config, model.facts.family)
+        _refuse_asked(config, f"layers of {model.facts.family} keep states", _STATES)
+    if model.facts.keeps_latents:
+        instead = ", or with model_impl='transformers', which keeps keys and values in their place"
+        _refuse_asked(config, f"layers of {model.facts.family} keep latents", _LATENTS, instead)
     if model.spec is not None or config.parallel.tensor == 1:
         return
     from engine.models.fallback.division import check_library_divided
@@ -86,17 +90,24 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
     check_library_divided(model.path, config.parallel.tensor)
 
 
-def _check_states(config: EngineConfig, family: str) -> None:
+_STATES = ("speculative_config", "tensor_parallel_size, pipeline_parallel_size", "kv_transfer_config", "device")
+_LATENTS = ("kv_cache_dtype", "decode_context_parallel_size", "device")
+
+
+def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str], instead: str = "") -> None:
     ranks = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
-    for name, asked in (
-        ("speculative_config", config.scheduler.speculation.method is not None),
-        ("tensor_parallel_size, pipeline_parallel_size", ranks > 1),
-        ("kv_transfer_config", config.kv_transfer is not None),
-        ("device", config.device.kind != "cpu"),
-    ):
-        if asked:
-            what = "on CPUs alone" if name == "device" else "without it"
-            raise UnsupportedModelError(f"{name}: layers of {family} keep states, which are served {what} yet")
+    asked = {
+        "speculative_config": config.scheduler.speculation.method is not None,
+        "tensor_parallel_size, pipeline_parallel_size": ranks > 1,
+        "decode_context_parallel_size": config.parallel.context > 1,
+        "kv_transfer_config": config.kv_transfer is not None,
+        "kv_cache_dtype": config.cache.dtype != config.model.dtype,
+        "device": config.device.kind != "cpu",
+    }
+    for name in names:
+        if asked[name]:
+            where = "on CPUs alone" if name == "device" else "without it"
+            raise UnsupportedModelError(f"{name}: {what}, which are served {where} yet{instead}")
 
 
 def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:

@@ -234,8 +234,11 @@ void combine(const AttentionProblem& p, const WorkItem& rows, const float* parti
 }
 
 void merge(const MergeProblem& m, int64_t begin, int64_t end) { kernels_avx512bf16()->merge(m, begin, end); }
+void product(const HeadProduct& p, int64_t head, int64_t begin, int64_t end) {
+  kernels_avx512bf16()->product(p, head, begin, end);
+}
 
-const KernelTable kTable = {kTile, kRows, scratch_bytes, attend, combine, merge};
+const KernelTable kTable = {kTile, kRows, scratch_bytes, attend, combine, merge, product};
 
 }  // namespace
 

@@ -1,5 +1,6 @@
 // Paged attention of one work item: FlashAttention's online softmax (Dao et al. 2022, algorithm 1) over key tiles
 // that are read in place from pages. The file is compiled once per ISA; PAGELOOM_KERNELS names the table it exports.
+#include "head_product.h"
 #include "key_tile.h"
 #include "softmax.h"
 
@@ -110,7 +111,7 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
   const uint32_t* const queries = s.queries + row * cells * T::kWords;
   const bool asks = item.row_end - item.row_begin <= kMaxRows;
   all_scores<T>(queries, cells * T::kWords, count, tile.keys + first, asks ? tile.value_starts + first : nullptr,
-                last - first, p.cache.block_size, cells, s.scores + first * VW, kKeyTile);
+                last - first, tile.key_stride, cells, s.scores + first * VW, kKeyTile);
   if constexpr (T::kScaled)  // after the first scores: by then they are there
     if (!tile.has_scales) gather_scales<T>(p, item, tile, s), tile.has_scales = true;
   const bool plain = is_plain<T>(p);
@@ -205,6 +206,8 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, const WorkIte
     tile.begin = max64(tile.base, item.kv_begin);
     tile.end = min64(tile.base + kKeyTile, item.kv_end);
     if (!locate_tile<T>(p, item, tile, s)) return false;
+    if constexpr (!T::kScaled)
+      if (p.cache.latent) transpose_keys<T>(p, tile, s);
     if (rows <= kMaxRows) look_ahead<T>(p, item, next, tile);
     tile.has_scales = !T::kScaled;
     for (int64_t row = 0; row < rows; row += kPassRows)
@@ -302,7 +305,7 @@ void merge(const MergeProblem& m, int64_t begin, int64_t end) {
   }
 }
 
-const KernelTable kTable = {VW, kRowTile, scratch_bytes, attend, combine, merge};
+const KernelTable kTable = {VW, kRowTile, scratch_bytes, attend, combine, merge, product};
 
 }  // namespace
 

@@ -44,7 +44,9 @@ TokenView view_of(const Tensor& t, const CacheLayout& cache, int64_t num_tokens,
 // kv_cache [num_blocks, 2, num_kv_heads, block_size, padded_dim], or padded_dim + 4 (bytes of a scale) where it is
 // int8, with free strides between blocks; the shape states sizes, kernels.h the order inside a block.
 CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
-  PAGELOOM_CHECK(kv_cache.dim() == 5 && kv_cache.size(1) == 2, "attention: kv_cache must be of kv_cache_shape()");
+  const bool latent = kv_cache.dim() == 5 && kv_cache.size(1) == 1 && kv_cache.size(2) == 1;
+  PAGELOOM_CHECK(latent || (kv_cache.dim() == 5 && kv_cache.size(1) == 2),
+                 "attention: kv_cache must be of kv_cache_shape() or latent_cache_shape()");
   int64_t elements = 1;  // of a block
   for (int64_t d = 4; d > 0; elements *= std::max<int64_t>(kv_cache.size(d--), 1))
     PAGELOOM_CHECK(kv_cache.size(d) <= 1 || kv_cache.stride(d) == elements,
@@ -56,6 +58,8 @@ CacheLayout layout_of(const Tensor& kv_cache, int64_t head_dim) {
   cache.dtype = dtype_of(kv_cache);
   cache.padded_dim = kv_cache.size(4) - (cache.dtype == Dtype::kInt8 ? 4 : 0);
   cache.head_dim = head_dim;
+  cache.latent = latent;
+  PAGELOOM_CHECK(!latent || cache.dtype != Dtype::kInt8, "attention: there are no int8 latents");
   cache.block_stride = kv_cache.stride(0) * kv_cache.element_size();
   cache.base = static_cast<char*>(kv_cache.data_ptr());
   PAGELOOM_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim && cache.padded_dim == (head_dim + 15) / 16 * 16,
@@ -126,7 +130,7 @@ ContextRanks ranks_of(const std::vector<int64_t>& numbers, const CacheLayout& ca
   ranks.deal = reinterpret_cast<NativeExchange>(numbers[1]);
   ranks.group = reinterpret_cast<void*>(numbers[2]);
   ranks.rank = numbers[3];
-  ranks.merge = merge_of(isa);
+  ranks.merge = widest(isa).merge;
   int64_t queries = 0, keys = 0;
   for (int64_t rank = 0; rank < ranks.size; ++rank) {
     queries += ranks.queries[rank] = numbers[4 + rank];
@@ -218,8 +222,30 @@ void merge_parts(Tensor found, std::optional<Tensor> sinks, Tensor out, int64_t 
                              sinks_of(sinks, heads), {out.data_ptr(), out.stride(0), out.stride(1)}, dtype_of(out)};
   PAGELOOM_CHECK(problem.dtype != Dtype::kInt8, "attention: out must be float32, bfloat16 or float16");
   const Threads threads = lent_threads();
-  MergeStage merge(problem, merge_of(isa), tokens, threads.count);
+  MergeStage merge(problem, widest(isa).merge, tokens, threads.count);
   Stage* const stage = &merge;
+  const char* error = StageRun(&stage, 1).run(threads);
+  PAGELOOM_CHECK(error == nullptr, error);
+}
+
+// x [tokens, heads, depth], out [tokens, heads, outs], weight [heads, depth, outs], or `transposed` [heads, outs, depth],
+// whose rows are contiguous.
+void head_product(Tensor x, Tensor weight, Tensor out, bool transposed, int64_t isa) {
+  for (const Tensor* t : {&x, &weight, &out})
+    PAGELOOM_CHECK(t->dim() == 3 && t->stride(2) == 1 && t->scalar_type() == x.scalar_type(),
+                   "attention: x, weight and out must have three dimensions, the last contiguous, and one dtype");
+  const int64_t depth = x.size(2), outs = out.size(2), tokens = x.size(0);
+  PAGELOOM_CHECK(weight.size(0) == x.size(1) && out.size(1) == x.size(1) && out.size(0) == tokens &&
+                     weight.size(transposed ? 2 : 1) == depth && weight.size(transposed ? 1 : 2) == outs,
+                 "attention: weight is not of as many heads, inputs and outputs as x and out");
+  PAGELOOM_CHECK(depth <= kMaxHeadDim && outs <= kMaxHeadDim, "attention: heads have no more than ", kMaxHeadDim,
+                 " inputs and outputs");
+  const HeadProduct problem{{x.data_ptr(), x.stride(0), x.stride(1)}, {out.data_ptr(), out.stride(0), out.stride(1)},
+                            weight.data_ptr(), weight.stride(0), weight.stride(1), depth, outs, transposed, dtype_of(x)};
+  PAGELOOM_CHECK(problem.dtype != Dtype::kInt8, "attention: x must be float32, bfloat16 or float16");
+  const Threads threads = lent_threads();
+  ProductStage product(problem, widest(isa).product, x.size(1), tokens, threads.count);
+  Stage* const stage = &product;
   const char* error = StageRun(&stage, 1).run(threads);
   PAGELOOM_CHECK(error == nullptr, error);
 }
@@ -303,6 +329,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
       "int window, float soft_cap, Tensor? sinks, bool writes, int isa, int step, int parts, int part) "
       "-> ()");
   m.define("merge_parts(Tensor found, Tensor? sinks, Tensor(a!) out, int isa) -> ()");
+  m.define("head_product(Tensor x, Tensor weight, Tensor(a!) out, bool transposed, int isa) -> ()");
   m.define("write_kv(Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()");
   m.define("copy_blocks(Tensor[] sources, Tensor(a!)[] destinations, Tensor pairs) -> ()");
   m.define(
@@ -323,6 +350,7 @@ const Operators kDefined(PAGELOOM_NAMESPACE, [](Operators& m) {
 const Operators kOnCpu(PAGELOOM_NAMESPACE, "CPU", [](Operators& m) {
   m.implement<paged_attention>("paged_attention");
   m.implement<merge_parts>("merge_parts");
+  m.implement<head_product>("head_product");
   m.implement<write_kv>("write_kv");
   m.implement<copy_blocks>("copy_blocks");
   m.implement<describe_plan>("describe_plan");

@@ -14,10 +14,11 @@ void write_token(const CacheLayout& cache, int64_t head, int64_t slot, const T* 
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
   uint32_t* keys = static_cast<uint32_t*>(cache.k_of(block, head)) + offset;
   if constexpr (sizeof(T) == 4) {
-    for (int64_t d = 0; d < cache.head_dim; ++d) memcpy(keys + d * cache.block_size, k + d, 4);
+    for (int64_t d = 0; d < cache.head_dim && !cache.latent; ++d) memcpy(keys + d * cache.block_size, k + d, 4);
     memcpy(static_cast<uint32_t*>(cache.v_of(block, head)) + offset * cache.padded_dim, v, cache.head_dim * 4);
   } else {
-    for (int64_t d = 0; d < cache.head_dim; d += 2) memcpy(keys + d / 2 * cache.block_size, k + d, 4);
+    for (int64_t d = 0; d < cache.head_dim && !cache.latent; d += 2)
+      memcpy(keys + d / 2 * cache.block_size, k + d, 4);
     // 16-bit stores, never a read-modify-write of the cell: the neighbouring token may be another thread's.
     T* values = static_cast<T*>(cache.v_of(block, head)) + offset / 2 * cache.padded_dim * 2 + (offset & 1);
     for (int64_t d = 0; d < cache.head_dim; ++d) values[2 * d] = v[d];
@@ -64,7 +65,7 @@ void write_four_tokens(const CacheLayout& cache, int64_t head, int64_t slot, con
   typedef uint32_t Four __attribute__((vector_size(16)));
   const int64_t block = slot / cache.block_size, offset = slot % cache.block_size;
   uint32_t* keys = static_cast<uint32_t*>(cache.k_of(block, head)) + offset;
-  for (int64_t d = 0; d < cache.head_dim; d += 8) {
+  for (int64_t d = 0; d < cache.head_dim && !cache.latent; d += 8) {
     Four in[4];
     for (int i = 0; i < 4; ++i) memcpy(&in[i], k + i * k_stride + d, 16);
     const Four a = __builtin_shufflevector(in[0], in[1], 0, 4, 1, 5);
@@ -83,7 +84,7 @@ void write_four_tokens(const CacheLayout& cache, int64_t head, int64_t slot, con
 
 // Asks for the lines that a token's K goes to: one for every cell, each of which a store would wait for in turn.
 void ask_for_keys(const CacheLayout& cache, int64_t slot) {
-  if (slot < 0 || slot >= cache.num_blocks * cache.block_size) return;
+  if (cache.latent || slot < 0 || slot >= cache.num_blocks * cache.block_size) return;
   const int64_t row = cache.block_size * cache.cell_bytes(), bytes = slot % cache.block_size * cache.cell_bytes();
   for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
     const char* const keys = static_cast<const char*>(cache.k_of(slot / cache.block_size, head)) + bytes;

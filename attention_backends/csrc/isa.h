@@ -65,17 +65,17 @@ const KernelTable& pick(int64_t isa, const CacheLayout& cache) {
   for (int64_t i = isa == kAuto ? kWidest : isa; i >= kPortable; --i) {
     const KernelTable* table = table_of(i);
     PAGELOOM_CHECK(table != nullptr || i != isa, "attention: ISA ", isa, " is not available on this CPU");
-    if (i == kAmx && cache.dtype != Dtype::kBFloat16 && cache.dtype != Dtype::kInt8) continue;
+    if (i == kAmx && (cache.latent || (cache.dtype != Dtype::kBFloat16 && cache.dtype != Dtype::kInt8))) continue;
     if (table != nullptr && cache.block_size % table->vector_tokens == 0) return *table;
   }
   PAGELOOM_CHECK(false, "attention: block size ", cache.block_size, " is not a multiple of 4");
 }
 
-// Of the widest kernels at or below `isa`, whatever the block size: all that merge have the same.
-decltype(KernelTable::merge) merge_of(int64_t isa) {
+// The widest kernels at or below `isa`, for what is asked of no cache.
+const KernelTable& widest(int64_t isa) {
   for (int64_t i = isa == kAuto ? kWidest : isa; i > kPortable; --i)
-    if (const KernelTable* table = table_of(i)) return table->merge;
-  return kernels_portable()->merge;
+    if (const KernelTable* table = table_of(i)) return *table;
+  return *kernels_portable();
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ enum class Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kInt8 = 
 // 16-bit elements, or 16 bits of two int8.
 //   K of one block and head: cells [padded_dim / per_cell][block_size]; a cell pairs two neighbouring dims of a token.
 //   V of one block and head: cells [block_size / per_cell][padded_dim]; a cell pairs two neighbouring tokens of a dim.
+// A cache of latents has one head, and V alone: a row is a key, and its first elements are a value.
 // One block: K of every head, then V of every head; an int8 cache has behind them float32 scales, of K
 // [heads][block_size] and of V likewise: an element is its cell times the scale of its token and head. Between blocks there
 // may be what is not this layer's.
@@ -27,6 +28,7 @@ struct CacheLayout {
   int64_t block_stride;  // bytes from one block to the next
   Dtype dtype;
   char* base;
+  bool latent;
 
   PAGELOOM_ALWAYS_INLINE int64_t element_bytes() const {
     return dtype == Dtype::kFloat32 ? 4 : dtype == Dtype::kInt8 ? 1 : 2;
@@ -36,7 +38,9 @@ struct CacheLayout {
   PAGELOOM_ALWAYS_INLINE void* k_of(int64_t block, int64_t head) const {
     return base + block * block_stride + head * head_bytes();
   }
-  PAGELOOM_ALWAYS_INLINE void* v_of(int64_t block, int64_t head) const { return k_of(block, num_kv_heads + head); }
+  PAGELOOM_ALWAYS_INLINE void* v_of(int64_t block, int64_t head) const {
+    return k_of(block, latent ? head : num_kv_heads + head);
+  }
   // int8 only: of the block's tokens
   PAGELOOM_ALWAYS_INLINE float* k_scales(int64_t block, int64_t head) const {
     return (float*)k_of(block, 2 * num_kv_heads) + head * block_size;
@@ -147,7 +151,7 @@ struct WorkItem {
 };
 
 // A partial result of one item: rows x (accumulator[padded_dim], maximum, sum), unnormalised.
-inline constexpr int64_t kMaxHeadDim = 512;
+inline constexpr int64_t kMaxHeadDim = 640;
 inline constexpr int64_t kPartialExtra = 16;
 inline constexpr int64_t kRowTile = 96;   // query rows that share one pass over the keys (AMX takes more)
 inline constexpr int64_t kKeyTile = 256;  // keys between two rescalings of the accumulator
@@ -163,6 +167,17 @@ struct MergeProblem {
   Dtype dtype;  // of out
 };
 
+// Rows of each head times its matrix: `weight`'s [depth][outs], or `transposed` [outs][depth]. None is larger than
+// kMaxHeadDim.
+struct HeadProduct {
+  TokenView x, out;
+  const void* weight;
+  int64_t head_stride, row_stride;  // in elements, from one head's matrix to the next, and within it
+  int64_t depth, outs;
+  bool transposed;
+  Dtype dtype;
+};
+
 struct KernelTable {
   int64_t vector_tokens;  // a block size must be a multiple of this
   int64_t row_tile;       // the most rows of an item
@@ -175,12 +190,14 @@ struct KernelTable {
                   int64_t partial_stride);
   // Rows [begin, end).
   void (*merge)(const MergeProblem&, int64_t begin, int64_t end);
+  // Rows [begin, end) of one head.
+  void (*product)(const HeadProduct&, int64_t head, int64_t begin, int64_t end);
 };
 
 const KernelTable* kernels_portable();
 const KernelTable* kernels_avx2();
 const KernelTable* kernels_avx512();
 const KernelTable* kernels_avx512bf16();
-const KernelTable* kernels_amx();  // for bfloat16 and int8 caches; the caller has leave to use tiles, and AVX-512-BF16
+const KernelTable* kernels_amx();  // for bfloat16 and int8 caches of keys and values; the caller has leave to use tiles, and AVX-512-BF16
 
 }  // namespace pageloom

@@ -31,15 +31,18 @@ struct Scratch {
   uint32_t* edge_values;  // two rows of cells [padded_dim]: pairs of which one token must not be read
   float* key_scales;      // [kKeyTile], of int8 caches; 0 for tokens outside the item
   float* value_scales;
+  uint32_t* keys;  // of latents: a tile's, by vectors of tokens, as those of other caches lie in a page
 };
 
 int64_t rows_bytes(int64_t per_row) { return (kRowTile * per_row * 4 + 63) / 64 * 64; }
+
+int64_t keys_bytes(const AttentionProblem& p) { return p.cache.latent ? kKeyTile * p.cache.head_dim * 4 : 0; }
 
 int64_t scratch_bytes(const AttentionProblem& p) {
   const int64_t scores = kPassRows * (kKeyTile + kKeyTile / 2) * 4;
   const int64_t vectors = rows_bytes(p.cache.head_dim) + rows_bytes(p.cache.padded_dim) + rows_bytes(VW) +
                           6 * rows_bytes(1) + VW * 4;
-  return scores + vectors + 2 * p.cache.padded_dim * 4 + 2 * kKeyTile * 4 + 64;
+  return scores + vectors + 2 * p.cache.padded_dim * 4 + 2 * kKeyTile * 4 + keys_bytes(p) + 64;
 }
 
 Scratch carve(const AttentionProblem& p, void* memory) {
@@ -59,6 +62,7 @@ Scratch carve(const AttentionProblem& p, void* memory) {
   s.edge_values = (uint32_t*)take(2 * p.cache.padded_dim * 4);
   s.key_scales = (float*)take(kKeyTile * 4);
   s.value_scales = (float*)take(kKeyTile * 4);
+  s.keys = (uint32_t*)take(keys_bytes(p));
   return s;
 }
 
@@ -69,6 +73,7 @@ struct KeyTile {
   int64_t base, begin, end;
   int64_t num_vectors;
   const Cell* keys[kKeyTile / VW];
+  int64_t key_stride;  // from one row of their cells to the next
   const Cell* value_starts[kKeyTile / VW];
   const Cell* ahead[kKeyTile / VW];  // the next tile's keys
   int64_t num_segments;
@@ -102,6 +107,7 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
   const int64_t size = p.cache.block_size, dims = p.cache.padded_dim;
   tile.num_vectors = (tile.end - tile.base + VW - 1) / VW;
   tile.num_segments = 0;
+  tile.key_stride = size;
   int edges = 0;
   for (int64_t column = tile.base / size; column * size < tile.end; ++column) {
     const int64_t block = column < p.max_blocks ? table[column] : -1;
@@ -137,6 +143,48 @@ bool locate_tile(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
     if (t < last) edge(t, 0x0000ffffu);
   }
   return true;
+}
+
+constexpr int kPairs = VW >= 8 ? 4 : 2;
+
+// Pairs of tokens and of dims change places: kPairs rows of twice as many cells, which pair two tokens of a dim, become as
+// many rows that pair two dims of a token.
+PAGELOOM_INLINE void transpose_pairs(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
+  typedef uint64_t Words __attribute__((vector_size(8 * kPairs)));
+  Words in[kPairs];
+  for (int i = 0; i < kPairs; ++i) {
+    const Words x = load_as<Words>(from + i * from_stride);  // of two tokens one dim, and the next
+    in[i] = (x & 0xffff00000000ffffull) | (x & 0x00000000ffff0000ull) << 16 | (x & 0x0000ffff00000000ull) >> 16;
+  }
+#if PAGELOOM_VECTOR_BYTES >= 32
+  const Words a = __builtin_shufflevector(in[0], in[1], 0, 4, 2, 6), b = __builtin_shufflevector(in[2], in[3], 0, 4, 2, 6);
+  const Words c = __builtin_shufflevector(in[0], in[1], 1, 5, 3, 7), d = __builtin_shufflevector(in[2], in[3], 1, 5, 3, 7);
+  const Words out[kPairs] = {__builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(c, d, 0, 1, 4, 5),
+                             __builtin_shufflevector(a, b, 2, 3, 6, 7), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+#else
+  const Words out[kPairs] = {__builtin_shufflevector(in[0], in[1], 0, 2), __builtin_shufflevector(in[0], in[1], 1, 3)};
+#endif
+  for (int i = 0; i < kPairs; ++i) memcpy(to + i * to_stride, &out[i], sizeof out[i]);
+}
+
+// The keys of a located tile of latents, which has them as values: into scratch memory, where all rows find them.
+template <class T>
+void transpose_keys(const AttentionProblem& p, KeyTile<T>& tile, const Scratch& s) {
+  const int64_t cells = p.cache.head_dim / T::kPerLane, dims = p.cache.padded_dim;
+  for (int64_t g = 0; g < tile.num_vectors; ++g) {
+    uint32_t* const to = s.keys + g * cells * VW;
+    const auto* const from = tile.value_starts[g];
+    if constexpr (T::kPerLane == 1) {
+      for (int64_t d = 0; d < cells; ++d)
+        for (int64_t t = 0; t < VW; ++t) to[d * VW + t] = from[t * dims + d];
+    } else {
+      for (int64_t t = 0; t < VW; t += 2 * kPairs)
+        for (int64_t d = 0; d < cells; d += kPairs)
+          transpose_pairs(from + t / 2 * dims + 2 * d, dims, to + d * VW + t, VW);
+    }
+    tile.keys[g] = to;
+  }
+  tile.key_stride = VW;
 }
 
 // The scales of a located tile's tokens; 0 for those that do not count.

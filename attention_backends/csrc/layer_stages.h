@@ -209,6 +209,31 @@ struct MergeStage : Stage {
   }
 };
 
+// Every head's rows, some at a time.
+struct ProductStage : Stage {
+  static constexpr int64_t kRows = 32;  // that a thread takes at once
+
+  HeadProduct problem;
+  decltype(KernelTable::product) product;
+  int64_t tokens, chunks;
+
+  ProductStage(const HeadProduct& problem, decltype(product) product, int64_t heads, int64_t tokens, int64_t threads)
+      : problem(problem), product(product), tokens(tokens), chunks((tokens + kRows - 1) / kRows) {
+    units = heads * chunks;
+    workers = threads_worth(threads, tokens * heads * problem.depth * problem.outs / 8, units);
+    work = [](Stage& stage, int64_t, Turn& turn) {
+      auto& self = static_cast<ProductStage&>(stage);
+      for (int64_t i; (i = self.next.fetch_add(1, std::memory_order_relaxed)) < self.units;) {
+        const int64_t begin = i % self.chunks * kRows;
+        self.product(self.problem, i / self.chunks, begin, std::min(begin + kRows, self.tokens));
+        self.finish(1);
+        if (!turn.pass()) return false;
+      }
+      return true;
+    };
+  }
+};
+
 struct ContextStages {
   GatherStage gather;
   DealStage deal;

@@ -115,6 +115,7 @@ class LinearOps:
     route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) →
     ids int32 [tokens, top_k], best first, equal ones by index; weights float32 [tokens, top_k]. Kinds:
     `experts.Routing`; a bias goes with scores of all experts, groups with its last.
+    mix_states: `states.NativeMix`.
     RuntimeError where an argument does not fit.
     """
 
@@ -126,6 +127,7 @@ class LinearOps:
     packed_experts: OpOverload
     combine_experts: OpOverload
     route: OpOverload
+    mix_states: OpOverload
     choose_reading: Callable[[int, bool], None]
     """how many panels of bfloat16 weights one row meets at once, 1 to 8, and whether what is used once is read past the
     caches, in layers that are run, or put on a tape, from then on (`reading.py`)"""
@@ -158,6 +160,7 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         ops.packed_experts.default,
         ops.combine_experts.default,
         ops.route.default,
+        ops.mix_states.default,
         ops.choose_reading.default,
     )
 

@@ -20,9 +20,10 @@ from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.head import Head
 from engine.models.layer_inputs import LayerInputs
 from engine.models.layers import NORMS, Embedding, Linear
+from engine.models.mixers import StateSpec
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.rope import RopeTable
-from engine.models.spec import DecoderSpec, MixerSpec
+from engine.models.spec import DecoderSpec
 
 
 def _not_set(*_: object) -> None:
@@ -86,8 +87,8 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.head = None if spec.head is None else Head(spec.head, width, spec.norm_eps, device)
         self.ropes = nn.ModuleList(RopeTable(rope, max_position or spec.max_position, device) for rope in spec.ropes)
-        attends = [isinstance(layer.mixer, MixerSpec) for layer in spec.layers]
-        self._rope_of = [layer.mixer.rope if isinstance(layer.mixer, MixerSpec) else None for layer in spec.layers]
+        attends = [not isinstance(layer.mixer, StateSpec) for layer in spec.layers]
+        self._rope_of = [None if isinstance(layer.mixer, StateSpec) else layer.mixer.rope for layer in spec.layers]
         self._place_of = [attends[:index].count(kind) for index, kind in enumerate(attends)]
         """among the layers that attend, or among those that keep states"""
         self.set_attention(_not_set)
@@ -104,6 +105,12 @@ class Decoder(nn.Module):
         """What layers that keep states make of them, for whoever keeps these."""
         layers = (layer.mixing for layer in self.layers if isinstance(layer, DecoderLayer))
         return tuple(each for each in layers if each is not None)
+
+    @property
+    def latents(self) -> tuple[torch.Tensor, ...]:
+        """`LatentHeads.kv_b`, of the layers that keep latents, for whoever supplies attention."""
+        layers = (layer.latent for layer in self.layers if isinstance(layer, DecoderLayer))
+        return tuple(latent.kv_b for latent in layers if latent is not None)
 
     def set_attention(self, attend: Attend) -> None:
         """Bind what computes attention: an operator while tracing, a function of the runner when eager."""

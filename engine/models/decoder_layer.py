@@ -11,28 +11,21 @@ from engine.models.convolution import Convolution
 from engine.models.delta_net import DeltaNet
 from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts, NormsApart, Router
+from engine.models.latent import LatentHeads
 from engine.models.layer_inputs import LayerInput
 from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, normalised, parameter
 from engine.models.mamba import Mamba
+from engine.models.mixers import ConvSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
-from engine.models.spec import (
-    ConvSpec,
-    DecoderSpec,
-    DeltaSpec,
-    ExpertsSpec,
-    LayerSpec,
-    MambaSpec,
-    MixerSpec,
-    MlpSpec,
-    StateSpec,
-)
+from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 """(q, k, v, out, layer index): writes attention's result into `out`.
 
 q [tokens, num_heads, head_dim] and k, v [tokens, num_kv_heads, head_dim] may be views with a free token stride; out is
-contiguous and shaped like q.
+contiguous and shaped like q. Of latents k and v are the rows that are kept, and q and out have other dimensions (see
+`engine.models.facts.HeadsSpec`).
 """
 
 
@@ -64,6 +57,8 @@ class DecoderLayer(nn.Module):
     rotation: HeadRotation | None
     mixing: Mixing | None
     """of a layer that keeps a state in the place of keys and values; then `qkv_proj` makes what it is given"""
+    latent: LatentHeads | None
+    """of a layer that keeps latents; then `qkv_proj` makes what it is given"""
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -78,8 +73,9 @@ class DecoderLayer(nn.Module):
         self.input_norm = norm(hidden, ahead and layer.input_norm)
         self._build_mixer(spec, layer.mixer, norm, dtype, device)
         self.attention_out_norm = norm(hidden, behind)
-        self.mlp_norm = self.input_norm if spec.parallel == "one_norm" else norm(hidden, ahead)
-        self.mlp_out_norm = norm(hidden, behind)
+        follows = not layer.ends_with_mixer
+        self.mlp_norm = self.input_norm if spec.parallel == "one_norm" else norm(hidden, ahead and follows)
+        self.mlp_out_norm = norm(hidden, behind and follows)
         self.rotation = None
         self._build_mlp(layer.mlp, hidden, dtype, device)
         self._build_experts(layer.experts, hidden, dtype, device)
@@ -92,26 +88,30 @@ class DecoderLayer(nn.Module):
     def _build_mixer(
         self,
         spec: DecoderSpec,
-        mixer: MixerSpec | StateSpec,
+        mixer: MixerSpec | LatentSpec | StateSpec,
         norm: Callable[[int, bool], AnyNorm | None],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         hidden = spec.hidden_size
-        self.mixing = self.q_norm = self.k_norm = self.sinks = self.qk_norm = None
+        self.mixing = self.latent = self.q_norm = self.k_norm = self.sinks = self.qk_norm = None
+        self.gate_size = 0
         first_bias, last_bias = _biases(mixer)
         self.qkv_proj = Linear(hidden, mixer.first_size, first_bias, dtype, device)
         self.o_proj = Linear(mixer.last_size, hidden, last_bias, dtype, device)
         if isinstance(mixer, StateSpec):
             self.mixing = _mixing(spec, mixer, dtype, device)
             return
+        rope = None if mixer.rope is None else spec.ropes[mixer.rope]
+        self.turns = rope is not None and rope.rotary_dim > 0
+        self.queries_grow = rope is not None and rope.growth is not None
+        if isinstance(mixer, LatentSpec):
+            self.latent = LatentHeads(mixer, dtype, device)
+            return
         self.gate_size = mixer.q_size * mixer.gated
         kv_heads = mixer.num_kv_heads if mixer.shares is None else 0
         self.heads = [mixer.num_heads, kv_heads, kv_heads]
         self.head_dim, self.qk_norm, self.values = mixer.head_dim, mixer.qk_norm, mixer.values
-        rope = None if mixer.rope is None else spec.ropes[mixer.rope]
-        self.turns = rope is not None and rope.rotary_dim > 0
-        self.queries_grow = rope is not None and rope.growth is not None
         is_row = mixer.qk_norm == "row"
         self.q_norm = norm(mixer.q_size if is_row else mixer.head_dim, mixer.qk_norm is not None)
         self.k_norm = norm(mixer.kv_size if is_row else mixer.head_dim, mixer.qk_norm is not None and kv_heads > 0)
@@ -160,7 +160,8 @@ class DecoderLayer(nn.Module):
             return self._mixed_apart(attended, self.apart)
         if self.router is not None and self.experts is not None:
             return self._mixed(attended, given, self.router, self.experts)
-        assert self.down_proj is not None
+        if self.down_proj is None:
+            return attended
         inner = self._inner(given, self.mlp_norm if self.norms_first else None)
         return self._add(attended, self.down_proj, inner, self.mlp_norm, self.mlp_out_norm)
 
@@ -217,11 +218,17 @@ class DecoderLayer(nn.Module):
         return self._add(hidden, self.o_proj, out, self.input_norm, self.attention_out_norm)
 
     def attended(self, qkv: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int) -> torch.Tensor:
-        """What the heads find: [tokens, heads of q, k and v beside each other] to [tokens, num_heads * head_dim]."""
+        """What the heads find: [tokens, outputs of the first matrix] to [tokens, inputs of the last one]."""
         growth = None
         if self.queries_grow and rope is not None:
             growth = rope[:, -1:, None]
             rope = rope[:, :-1] if self.turns else None
+        if self.latent is not None:
+            assert rope is not None
+            q, k = self.latent(qkv, rope, growth, _rotate)
+            found: torch.Tensor = q.new_empty(q.size(0), self.latent.heads, self.latent.v_dim)
+            attend(q, k, k, found, layer_index)
+            return found.flatten(1)
         if self.rotation is not None:
             rotated = self.rotation(qkv, rope, self.q_norm, self.k_norm).unflatten(-1, (-1, self.head_dim))
             q, k, v = torch.split(rotated, self.heads, dim=1)
@@ -276,11 +283,11 @@ class DecoderLayer(nn.Module):
         return (q, k, v) if rope is None else (_rotate(q, rope), _rotate(k, rope), v)
 
 
-def _biases(mixer: MixerSpec | StateSpec) -> tuple[bool, bool]:
+def _biases(mixer: MixerSpec | LatentSpec | StateSpec) -> tuple[bool, bool]:
     """Of the first matrix, and of the last one."""
     if isinstance(mixer, MixerSpec):
         return mixer.qkv_bias, mixer.o_bias
-    bias = not isinstance(mixer, DeltaSpec) and mixer.bias
+    bias = isinstance(mixer, ConvSpec | MambaSpec) and mixer.bias
     return bias, bias
 
 

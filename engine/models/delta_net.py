@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from engine.cpu_kernels.linear import LinearOps
+from engine.cpu_kernels.states import AUTO, MixShape, NativeMix, fits
 from engine.models.facts import DeltaFacts
 from engine.models.layers import parameter
 from engine.models.recurrence import as_bytes, read_states, recur
@@ -17,16 +19,30 @@ _LENGTH_EPS = 1e-6
 class DeltaNet(nn.Module):
     def __init__(self, spec: DeltaFacts, norm_eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.inputs = spec.channels + spec.value_size + 2 * spec.value_heads
         self.facts, self.outputs, self._norm_eps = spec, spec.value_size, norm_eps
         self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
         """of the convolution of queries, keys and values; the newest input's comes last"""
         self.log_decay = parameter((spec.value_heads,), torch.float32, device)
         self.decay_bias = parameter((spec.value_heads,), torch.float32, device)
         self.norm = parameter((spec.value_dim,), dtype, device)
+        self._native: NativeMix | None = None
+
+    def compute_by(self, ops: LinearOps, isa: int = AUTO) -> None:
+        """From now on natively, where there is a kernel; weights change no more."""
+        spec = self.facts
+        if fits(spec.taps, spec.key_dim, [self.weight.dtype]):
+            heads = (spec.value_heads, spec.key_heads, spec.key_dim, spec.value_dim)
+            shape = MixShape(0, *heads, spec.taps, self._norm_eps)
+            rates = (self.log_decay, self.decay_bias)
+            self._native = NativeMix(ops, shape, self.weight, None, *rates, None, self.norm, isa)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
         """x [tokens, queries, keys and values | gates of the output | of values | of decays]; out [tokens, value_heads
         * value_dim]."""
+        if self._native is not None and states.place is not None:
+            self._native(x, out, states.place, states.step.sequences, states.step.writes)
+            return
         spec = self.facts
         sizes = [spec.channels, spec.value_size, spec.value_heads, spec.value_heads]
         mixed, gate, amount, decay = torch.split(x, sizes, dim=1)

@@ -46,11 +46,14 @@ class Router(nn.Module):
         self.logits.keeps_bits = True
         self.correction = parameter((count,), torch.float32, device) if spec.correction else None
         self.scales = parameter((count,), torch.float32, device) if spec.expert_scales else None
-        self._route: Route | None = route if device.type == "cuda" else None
+        self._route: Route | None = None
+        if device.type == "cuda":
+            self.use(route)
 
     def use(self, route: Route) -> None:
-        """An operator for all that follows the logits."""
-        self._route = route
+        """An operator for all that follows the logits. Operators have groups of sigmoids alone."""
+        if self.spec.groups == 1 or self.spec.kind == "sigmoid":
+            self._route = route
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] → ids int32, the best first, and factors float32, both [tokens, top_k]."""
@@ -78,7 +81,7 @@ def chosen(
     ranks = scores if correction is None else scores + correction
     if spec.groups > 1:
         groups = ranks.view(-1, spec.groups, ranks.size(-1) // spec.groups)
-        best = torch.topk(groups.topk(2).values.sum(-1), spec.top_groups).indices
+        best = torch.topk(groups.topk(1 if spec.by_best else 2).values.sum(-1), spec.top_groups).indices
         is_seen = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
         ranks = groups.masked_fill(~is_seen[..., None], -torch.inf).flatten(1)
     ids = torch.topk(ranks, spec.top_k).indices

@@ -9,6 +9,31 @@ import msgspec
 from engine.layer_groups import Chunk, Kept, Window
 
 
+class LatentFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys and values of all heads are made of one row a token: a latent, and a key's turned part that heads have in
+    common (multi-head latent attention: DeepSeek-V2, 2024, section 2.1). Names are DeepSeek's."""
+
+    kv_lora_rank: int
+    """of the latent, which comes first in a row"""
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    """of a head's keys, what is made of the latent"""
+    v_head_dim: int
+
+    @property
+    def row_size(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def made_size(self) -> int:
+        """What one head makes of a latent: a key and a value."""
+        return self.qk_nope_head_dim + self.v_head_dim
+
+
 class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One layer's attention as a KV cache and an attention backend see it. Scores are `scale * q.k`."""
 
@@ -26,6 +51,33 @@ class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """a learned logit of each head joins the softmax (GPT-OSS)"""
     shares: int | None = None
     """an earlier layer with the same KV heads and window, whose keys and values it reads; it has none of its own"""
+    latent: LatentFacts | None = None
+    """what is kept is one row a token, of `head_dim` numbers, in the place of one head's key and value"""
+
+    @property
+    def kept_arrays(self) -> int:
+        """Keys and values, or rows."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def kept_values(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.kept_arrays * self.num_kv_heads * self.head_dim
+
+    @property
+    def query_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.qk_head_dim
+
+    @property
+    def out_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.v_head_dim
+
+    @property
+    def pair_products(self) -> int:
+        """Multiplications of a query and what is kept of a token: for scores, and for values."""
+        if self.latent is None:
+            return 2 * self.num_heads * self.head_dim
+        return self.num_heads * (self.latent.row_size + self.latent.kv_lora_rank)
 
     @property
     def span(self) -> Window:
@@ -155,15 +207,17 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     def kept(self) -> tuple[Kept | None, ...]:
         """What each layer keeps of a sequence; None: it reads what another one keeps."""
         return tuple(
-            Kept(layer.span if self.keeps_kv else None, layer.num_kv_heads * layer.head_dim)
-            if layer.shares is None
-            else None
+            Kept(layer.span if self.keeps_kv else None, layer.kept_values) if layer.shares is None else None
             for layer in self.layers
         )
 
     def state_sizes(self, dtype_bytes: int) -> list[int]:
         """Bytes that each layer with a state keeps of a sequence; `dtype_bytes`: of a number of the model's."""
         return [layer.state_bytes(dtype_bytes) for layer in self.states]
+
+    @property
+    def keeps_latents(self) -> bool:
+        return any(layer.latent is not None for layer in self.layers)
 
     @property
     def num_token_ids(self) -> int:
@@ -178,7 +232,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def row_tokens(self) -> int:
         """Of a context whose keys and values take as many operations as the weights that a token meets."""
-        return max(self.active_weights // sum(2 * layer.num_heads * layer.head_dim for layer in self.layers), 1)
+        return max(self.active_weights // sum(layer.pair_products for layer in self.layers), 1)
 
     @property
     def parameters(self) -> int:

@@ -6,15 +6,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from engine.cpu_kernels.linear import LinearOps
+from engine.cpu_kernels.states import AUTO, MixShape, NativeMix, fits
 from engine.models.layers import parameter
+from engine.models.mixers import MambaSpec
 from engine.models.recurrence import as_bytes, read_states, recur
-from engine.models.spec import MambaSpec
 from engine.models.state_layers import LayerStates, convolved
 
 
 class Mamba(nn.Module):
     def __init__(self, spec: MambaSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        self.inputs = spec.inner_size + spec.channels + spec.heads
         self.facts, self.outputs = spec, spec.inner_size
         self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
         """of the convolution of values, keys and queries; the newest input's comes last"""
@@ -24,9 +27,22 @@ class Mamba(nn.Module):
         self.passed_on = parameter((spec.heads,), torch.float32, device)
         """how much of a value is added to what is read"""
         self.norm = parameter((spec.inner_size,), dtype, device) if spec.normed else None
+        self._native: NativeMix | None = None
+
+    def compute_by(self, ops: LinearOps, isa: int = AUTO) -> None:
+        """From now on natively, where there is a kernel; weights change no more."""
+        spec = self.facts
+        if fits(spec.taps, spec.state_size, [self.weight.dtype]):
+            heads = (spec.heads, spec.groups, spec.state_size, spec.head_dim)
+            shape = MixShape(1, *heads, spec.taps, spec.norm_eps, *spec.amounts)
+            rates = (self.log_decay, self.decay_bias, self.passed_on)
+            self._native = NativeMix(ops, shape, self.weight, self.bias, *rates, self.norm, isa)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
         """x [tokens, gates of the output | values, keys and queries | decays]; out [tokens, heads * head_dim]."""
+        if self._native is not None and states.place is not None:
+            self._native(x, out, states.place, states.step.sequences, states.step.writes)
+            return
         spec = self.facts
         gate, mixed, decay = torch.split(x, [spec.inner_size, spec.channels, spec.heads], dim=1)
         past, state = read_states(states, spec, x.dtype)

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from engine.models.layers import LayerNorm, Norm, RMSNorm, finished
-from engine.models.spec import Activation, QkNorm
+from engine.models.mixers import QkNorm
+from engine.models.spec import Activation
 
 if TYPE_CHECKING:
     from engine.cpu_kernels.formats import Format

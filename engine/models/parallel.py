@@ -15,10 +15,11 @@ from engine.models.decoder_layer import AnyLinear, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
 from engine.models.experts import Experts
 from engine.models.layers import Embedding, Linear, Norm, RMSNorm, WideRMSNorm
+from engine.models.mixers import MixerSpec
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.sharding import Shard, sharers_of, tokens_of
-from engine.models.spec import DecoderSpec, MixerSpec
+from engine.models.spec import DecoderSpec
 from engine.parallel.group import Group
 
 
@@ -125,9 +126,9 @@ def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
     for layer, spec in zip(model.layers, whole.layers, strict=True):
         assert isinstance(layer, DecoderLayer)
         replaced: dict[str, nn.Module] = {"o_proj": SummedLinear(layer.o_proj, group)}
-        if spec.attention.qk_norm == "row":
+        if isinstance(spec.mixer, MixerSpec) and spec.mixer.qk_norm == "row":
             layer.rotation = None
-            replaced |= _row_norms(layer, spec.attention, shard, group)
+            replaced |= _row_norms(layer, spec.mixer, shard, group)
         if layer.down_proj is not None:
             replaced["down_proj"] = SummedLinear(layer.down_proj, group)
         if layer.experts is not None:

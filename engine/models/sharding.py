@@ -16,8 +16,9 @@ from engine.cpu_kernels.formats import PANEL
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.facts import HeadsSpec
 from engine.models.families.rows import Rows
+from engine.models.mixers import LatentSpec, MixerSpec, StateSpec
 from engine.models.placement import ExpertPlacement
-from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec, StateSpec
+from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
 
 _UNITS = (256, 128, 64, 32, 16)
 """inner units that stay together: whole blocks of quantised matrices, and with their gates whole panels"""
@@ -174,7 +175,7 @@ def _layer(layer: LayerSpec, shard: Shard, own: tuple[int, ...] | None) -> Layer
     mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
     if isinstance(mixer, StateSpec):
         raise UnsupportedModelError("tensor_parallel_size: layers that keep states are not divided yet; use replicas")
-    if mixer.gated:
+    if isinstance(mixer, MixerSpec) and mixer.gated:
         raise UnsupportedModelError("tensor_parallel_size: attention with a gate is not divided yet; use replicas")
     if mixer.num_heads < shard.size:
         raise ConfigError(f"tensor_parallel_size ({shard.size}) exceeds the {mixer.num_heads} heads of a layer")
@@ -212,9 +213,12 @@ def _of_layer(layer: LayerSpec, shard: Shard, name: str) -> Taken:
         return Taken(is_zero=shard.rank > 0)
     if isinstance(mixer, StateSpec):
         return Taken()
-    if module == "qkv_proj":
+    if isinstance(mixer, LatentSpec):
+        if module in ("qkv_proj", "latent", "o_proj"):
+            return _of_latents(mixer, shard, name)
+    elif module == "qkv_proj":
         return Taken(_heads(mixer, shard))
-    if mixer.qk_norm == "row" and module in ("q_norm", "k_norm"):
+    elif mixer.qk_norm == "row" and module in ("q_norm", "k_norm"):
         heads = queries_of(mixer, shard) if module == "q_norm" else keys_of(mixer, shard)
         return Taken((heads.times(mixer.head_dim),))
     if module == "sinks":
@@ -228,6 +232,18 @@ def _of_layer(layer: LayerSpec, shard: Shard, name: str) -> Taken:
         units = units_of(experts.inner_size, shard)
         return Taken(columns=units) if name == "experts.down" else Taken(_first_rows(experts, units))
     return Taken()
+
+
+def _of_latents(mixer: LatentSpec, shard: Shard, name: str) -> Taken:
+    """Heads are divided; the rows that are kept, and what queries are made of, every rank makes whole."""
+    heads, facts = queries_of(mixer, shard), mixer.latent
+    if name == "o_proj.weight":
+        return Taken(columns=heads.times(facts.v_head_dim))
+    if name == "qkv_proj.weight" and mixer.q_lora_rank is None:
+        return Taken((heads.times(facts.qk_head_dim), Span(mixer.q_size, facts.row_size)))
+    if name == "latent.q_b_proj.weight":
+        return Taken((heads.times(facts.qk_head_dim),))
+    return Taken((heads.times(facts.made_size),)) if name == "latent.kv_b" else Taken()
 
 
 def _heads(mixer: MixerSpec, shard: Shard) -> tuple[Span, ...]:

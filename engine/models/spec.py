@@ -6,13 +6,13 @@ and a weight-name map; `engine.models.decoder.Decoder` builds the one module fro
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
 
-from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, MambaFacts, ModelFacts
+from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.heads import HeadSpec
+from engine.models.mixers import LatentSpec, MixerSpec, StateSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
 """RMSNorm, rounded before it is weighted (Llama), or weighted in float32 and rounded once at the end (Gemma); LayerNorm
@@ -22,10 +22,6 @@ NormPlacement = Literal["before", "around", "after", "inside"]
 around the residual (OPT-350m); after each, within the residual (OLMo 2)"""
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 """relu2: the square of ReLU"""
-QkNorm = Literal["head", "row", "turned_head"]
-"""a norm over each head of q and k; over the whole width of either; over each head when it has been turned"""
-Values = Literal["own", "normed", "normed_keys"]
-"""made by a matrix; then normed over each head, without weights; keys, before their norm and turn, normed so"""
 
 
 class QueryGrowth(msgspec.Struct, frozen=True):
@@ -52,106 +48,6 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """longrope: what each frequency is divided by, where no position, or one, is beyond original_max_position"""
     growth: QueryGrowth | None = None
     """Llama 4's attention temperature, which Ministral 3 has, too"""
-
-
-class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
-    """A mixer of tokens: attention over heads that one matrix makes and another brings together."""
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    gated: bool = False
-    """the first matrix makes, before q, k and v, a gate of what the heads find"""
-    qk_norm: QkNorm | None = None
-    """of the model's kind"""
-    qk_weights: bool = True
-    """those norms have weights"""
-    values: Values = "own"
-    """of a layer with keys of its own"""
-    rope: int | None = None
-    """which of the model's ropes turns q and k; None: they are not turned"""
-
-    @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Of the keys that it makes, and of its values."""
-        return self.num_kv_heads * self.head_dim if self.shares is None else 0
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.qkv_size + self.q_size * self.gated
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.q_size
-
-    @property
-    def qkv_size(self) -> int:
-        """Outputs of the one matrix that makes q, k and v."""
-        return self.q_size + (1 if self.values == "normed_keys" else 2) * self.kv_size
-
-
-class ConvSpec(ConvFacts, frozen=True, kw_only=True):
-    """A mixer of tokens: one matrix makes b, c and x of each channel, and another brings c * conv(b * x) together."""
-
-    bias: bool = False
-    """of both matrices and of the convolution"""
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return 3 * self.channels
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.channels
-
-
-class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
-    """A gated delta net: one matrix makes queries, keys and values, a gate of what comes out, how much of each value
-    is taken, and how much of the state is kept; another brings the heads together."""
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.channels + self.value_size + 2 * self.value_heads
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.value_size
-
-
-class MambaSpec(MambaFacts, frozen=True, kw_only=True):
-    """Mamba 2: one matrix makes a gate of what comes out, values, keys and queries, and how much each value counts;
-    another brings the heads together."""
-
-    bias: bool = False
-    """of both matrices"""
-    conv_bias: bool = True
-    amounts: tuple[float, float] = (0.0, math.inf)
-    """between which a value counts"""
-    normed: bool = True
-    """what comes out, in groups, behind the gate"""
-    norm_eps: float = 1e-6
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.inner_size + self.channels + self.heads
-
-    @property
-    def last_size(self) -> int:
-        """Inputs of the last one."""
-        return self.inner_size
-
-
-StateSpec = ConvSpec | DeltaSpec | MambaSpec
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +81,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """of factors, in the end"""
     bias: bool = False
     """of logits"""
+    by_best: bool = False
+    """of groups, those whose best score is the largest (DeepSeek-V2)"""
     wide: bool = False
     """logits are made in float32, whatever the model's dtype"""
     of_inputs: bool = False
@@ -225,11 +123,16 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
-    mixer: MixerSpec | StateSpec
+    mixer: MixerSpec | LatentSpec | StateSpec
     input_norm: bool = True
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
     experts: ExpertsSpec | None = None
+
+    @property
+    def ends_with_mixer(self) -> bool:
+        """Nothing follows."""
+        return self.mlp is None and self.experts is None
 
     @property
     def attention(self) -> MixerSpec:
@@ -302,7 +205,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def facts(self) -> ModelFacts:
         hidden = self.hidden_size
         outputs = 2 if self.norm_placement == "before" and self.parallel is None else 3
-        mixers = [hidden * (layer.mixer.first_size + layer.mixer.last_size) for layer in self.layers]
+        mixers = [_mixer_weights(layer, hidden) for layer in self.layers]
         given, tables = 0, 0
         if self.layer_inputs is not None:
             given = self.num_layers * self.layer_inputs.size
@@ -313,7 +216,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=self.vocab_size,
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
-            layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, MixerSpec)),
+            layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, HeadsSpec)),
             states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, StateSpec)),
             intermediate_size=max(_widest(layer) for layer in self.layers),
             mlp_values=given
@@ -345,8 +248,13 @@ def _values(layer: LayerSpec, hidden: int) -> int:
 
 def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
     """Of its matrices."""
-    mixer = spec.hidden_size * (layer.mixer.first_size + layer.mixer.last_size)
-    return mixer + _mlp_weights(layer, spec.hidden_size, all_experts=True)
+    return _mixer_weights(layer, spec.hidden_size) + _mlp_weights(layer, spec.hidden_size, all_experts=True)
+
+
+def _mixer_weights(layer: LayerSpec, hidden: int) -> int:
+    mixer = layer.mixer
+    inner = mixer.inner_weights if isinstance(mixer, LatentSpec) else 0
+    return hidden * (mixer.first_size + mixer.last_size) + inner
 
 
 def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:

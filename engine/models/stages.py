@@ -15,8 +15,9 @@ import msgspec
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.layer_groups import LayerGroup
 from engine.models.families.rows import Rows
+from engine.models.mixers import MixerSpec
 from engine.models.sharding import Shard, Span, sharded
-from engine.models.spec import DecoderSpec, MixerSpec, layer_weights
+from engine.models.spec import DecoderSpec, layer_weights
 
 _EMBEDDING, _UNEMBEDDING = "embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")

@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.cpu_kernels.states import StatePlace
+
 
 class Segment(NamedTuple):
     """Tokens of one sequence, one after the other, behind which its state is kept, or which are its last ones."""
@@ -37,12 +39,17 @@ class StateStep(NamedTuple):
     """int64 [3, n]: of sequences of one token, which is kept: the sequence, the token and the write"""
     segments: list[Segment]
     """of all others"""
+    sequences: torch.Tensor
+    writes: torch.Tensor
+    """the same for `NativeMix`"""
 
 
 class LayerStates(Protocol):
     """Of one layer, in one step."""
 
     step: StateStep
+    place: StatePlace | None
+    """None: nothing but `read` and `write`"""
 
     def read(self) -> torch.Tensor:
         """uint8 [sequences, bytes]; zeros where there is none yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.kv_budget import DTYPE_BYTES
-from engine.models.facts import ModelFacts
+from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.spec import DecoderSpec
 
 _LOGITS_COPIES = 3
@@ -72,10 +72,19 @@ def estimate_activation_bytes(model: ModelFacts, dtype_bytes: int, max_tokens: i
     rotated q and k, attention output) and the MLP (residual, normed input, merged gate and up, their product, the
     output and its norm); norms work in float32. The logits of `max_samples` positions come on top, float32.
     """
-    heads = max((3 * layer.num_heads + 3 * layer.num_kv_heads) * layer.head_dim for layer in model.layers)
+    heads = max(_head_values(layer) for layer in model.layers)
     norm = 4 * model.hidden_size * 2
     per_token = max(2 * model.hidden_size + heads, model.mlp_values) * dtype_bytes + norm
     return max_tokens * per_token + logits_bytes(model.vocab_size, max_samples)
+
+
+def _head_values(layer: HeadsSpec) -> int:
+    """Of a token: merged QKV, rotated q and k, and what is found; with latents also queries that have taken the keys'
+    matrix in, and what is found before it meets the values'."""
+    if layer.latent is None:
+        return (3 * layer.num_heads + 3 * layer.num_kv_heads) * layer.head_dim
+    absorbed = 2 * layer.num_heads * layer.latent.row_size
+    return layer.num_heads * (3 * layer.query_dim + layer.out_dim) + absorbed + 3 * layer.latent.row_size
 
 
 def logits_bytes(vocab_size: int, max_samples: int) -> int:

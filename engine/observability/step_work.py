@@ -147,12 +147,13 @@ class StepWork:
                 scale=layer.scale,
                 window=layer.window,
                 chunk=layer.chunk,
+                latent=layer.latent,
             )
             kinds[kind] = kinds.get(kind, 0) + 1
         for layer, count in kinds.items():
             pairs = sum(_pairs(row.computed, row.query_len, layer.span) for row in plan.rows.each())
-            ops = {self._attention_dtype: 4.0 * layer.num_heads * layer.head_dim * pairs}
-            kept_bytes = size_bytes * layer.num_kv_heads * layer.head_dim
+            ops = {self._attention_dtype: 2.0 * layer.pair_products * pairs}
+            kept_bytes = size_bytes * layer.kept_values
             work.add(Work(self._tokens_read(plan, layer.span) * kept_bytes, ops), count)
         return work
 

@@ -119,6 +119,18 @@ def _packer(config: EngineConfig, dtype: torch.dtype) -> Packer | DevicePacker |
     return Packer(ops, config.model.quantization)
 
 
+def _compute_states_natively(model: Decoder, config: EngineConfig) -> None:
+    if device_of(config).type != "cpu" or not model.mixing:
+        return
+    try:
+        ops = load_linear_ops(Path(config.compile.cache_dir))
+    except BuildError as error:
+        logger.warning("layers that keep states run through the library, slowly: %s", error)
+        return
+    for layer in model.mixing:
+        layer.compute_by(ops)
+
+
 class StageParts(NamedTuple):
     """What a rank has that computes a stage of a model."""
 
@@ -138,6 +150,8 @@ class RunnerParts:
     weight_bytes: int
     sinks: tuple[torch.Tensor, ...] = ()
     """of each layer that has them"""
+    latents: tuple[torch.Tensor, ...] = ()
+    """what makes keys and values of them, of each layer that keeps them"""
     draft: DraftParts | None = None
     head: Head | None = None
     """of a model that judges prompts"""
@@ -187,11 +201,10 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
         model = _filled(config, description, spec, shown_layers, packer, place)
     how = "natively" if spec is not None else "through the transformers library's module"
     logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
-    if isinstance(packer, Packer):
-        choose_reading(packer.ops, weight_bytes(model), Path(config.compile.cache_dir))
-    draft_parts = (
-        None if draft is None else load_draft(config, draft, model, packer if isinstance(packer, Packer) else None)
-    )
+    on_host = packer if isinstance(packer, Packer) else None
+    if on_host is not None:
+        choose_reading(on_host.ops, weight_bytes(model), Path(config.compile.cache_dir))
+    draft_parts = None if draft is None else load_draft(config, draft, model, on_host)
     exchange = None
     if replicas is not None:
         assert isinstance(model, Decoder)
@@ -210,6 +223,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
         backend=backend,
         weight_bytes=weight_bytes(model),
         sinks=model.sinks,
+        latents=model.latents if isinstance(model, Decoder) else (),
         draft=draft_parts,
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
@@ -273,7 +287,7 @@ def _backend(
         selection = select(
             device=device,
             dtype=getattr(torch, config.model.dtype),
-            head_dims=[layer.head_dim for layer in layers],
+            head_dims=[layer.head_dim for layer in layers if layer.latent is None],
             block_size=config.cache.block_size // config.parallel.context,
             needs_window=any(layer.window is not None for layer in layers),
             needs_soft_cap=any(layer.soft_cap is not None for layer in layers),
@@ -282,6 +296,7 @@ def _backend(
             kv_dtype=getattr(torch, config.cache.dtype),
             needs_sinks=any(layer.sinks for layer in layers),
             needs_chunk=any(layer.chunk is not None for layer in layers),
+            needs_latent=any(layer.latent is not None for layer in layers),
             needs_parts=config.parallel.context > 1,
         )
     except NoBackendError as error:
@@ -325,6 +340,7 @@ def _filled(
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
     how, seed = settings.load_format, settings.seed
     load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
+    _compute_states_natively(model, config)
     if parts is not None:
         assert description.spec is not None
         join(model, description.spec if stage is None else stage_of(description.spec, stage), parts)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, NativeLayer
+from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, Latent, NativeLayer
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.kv_transfer.layout import layout_of
@@ -27,13 +27,19 @@ from engine.runner.state_caches import StateCaches
 from engine.step import StepPlan
 
 
-def attention_layers(model: ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> list[AttentionLayer]:
+def attention_layers(
+    model: ModelFacts, sinks: Sequence[torch.Tensor] = (), latents: Sequence[torch.Tensor] = ()
+) -> list[AttentionLayer]:
     """What the backend must know of each layer. `sinks`: float32 [num_heads], of each layer that has them, in order;
-    raises ValueError if they are not as many."""
+    `latents`: likewise what makes keys and values of them (`LatentHeads.kv_b`). Raises ValueError if they are not as
+    many."""
     wanted = sum(layer.sinks for layer in model.layers)
     if len(sinks) != wanted:
         raise ValueError(f"{model.family}: sinks of {len(sinks)} layers are given, {wanted} layers have them")
-    given = iter(sinks)
+    wanted = sum(layer.latent is not None for layer in model.layers)
+    if len(latents) != wanted:
+        raise ValueError(f"{model.family}: matrices of {len(latents)} layers are given, {wanted} layers keep latents")
+    given, matrices = iter(sinks), iter(latents)
     return [
         AttentionLayer(
             num_heads=layer.num_heads,
@@ -45,6 +51,7 @@ def attention_layers(model: ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> l
             sinks=next(given) if layer.sinks else None,
             chunk=layer.chunk,
             shares=layer.shares,
+            latent=None if layer.latent is None else Latent(next(matrices), layer.latent.v_head_dim),
         )
         for layer in model.layers
     ]
@@ -116,6 +123,8 @@ class PagedAttention:
         heads = self._layers[layer]
         if self._context is not None:
             block_size //= self._context.part.size
+        if heads.latent is not None:
+            return self.backend.latent_cache_shape(1, block_size, heads.head_dim)[1:]
         return self.backend.kv_cache_shape(1, block_size, heads.num_kv_heads, heads.head_dim)[1:]
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

@@ -14,6 +14,7 @@ from attention_backends.interface import AttentionLayer
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.layer_groups import LayerGroup, group_layers, with_layers_behind, with_states
+from engine.models.decoder import Decoder
 from engine.observability import step_profile
 from engine.observability.step_profile import StepObserver
 from engine.parallel.stage_link import StateLink
@@ -105,7 +106,7 @@ def groups_and_layers(config: EngineConfig, parts: RunnerParts) -> tuple[tuple[L
         groups = parts.stage.groups
     else:
         groups = group_layers(facts.kept, config.model.max_model_len)
-    layers = attention_layers(facts, parts.sinks)
+    layers = attention_layers(facts, parts.sinks, parts.latents)
     if facts.states:
         size = config.cache.block_size
         page = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), groups).block_bytes(size)
@@ -113,7 +114,8 @@ def groups_and_layers(config: EngineConfig, parts: RunnerParts) -> tuple[tuple[L
     if parts.draft is None:
         return groups, layers
     groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)
-    return groups, [*layers, *attention_layers(parts.draft.facts)]
+    latents = parts.draft.model.latents if isinstance(parts.draft.model, Decoder) else ()
+    return groups, [*layers, *attention_layers(parts.draft.facts, latents=latents)]
 
 
 def samplers_of(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from attention_backends.interface import AttentionBatch
+from engine.cpu_kernels.states import StatePlace
 from engine.errors import EngineError
 from engine.kv_cache.block_pool import NO_BLOCK
 from engine.layer_groups import State, state_starts
@@ -44,6 +45,8 @@ class StateCaches:
         self._runs: list[list[_Run]] = []
         self._blocks = torch.empty(0)
         self._step: StateStep | None = None
+        self.places: list[StatePlace | None] = []
+        """of each layer's states, for native kernels"""
 
     def allocate(self, caches: Sequence[torch.Tensor]) -> None:
         """`caches` [blocks, elements] each: those of the attention."""
@@ -52,7 +55,10 @@ class StateCaches:
         self._blocks = torch.zeros(num_blocks, self._pages, dtype=torch.int64, device=device)
         self._blocks[:, 0] = torch.arange(num_blocks, device=device)
         sizes = [layer.facts.state_bytes(self._dtype.itemsize) for layer in self._layers]
-        self._runs = [self._lie(start, size) for start, size in zip(state_starts(sizes), sizes)]
+        starts = state_starts(sizes)
+        self._runs = [self._lie(start, size) for start, size in zip(starts, sizes)]
+        on_cpu = device.type == "cpu"
+        self.places = [StatePlace(self._caches, self._blocks, start) if on_cpu else None for start in starts]
 
     def _lie(self, start: int, size: int) -> list[_Run]:
         """From that byte of a bundle on."""
@@ -113,6 +119,7 @@ class _OfLayer:
 
     def __init__(self, caches: StateCaches, layer: int, step: StateStep) -> None:
         self._caches, self._layer, self.step = caches, layer, step
+        self.place = caches.places[layer]
 
     def read(self) -> torch.Tensor:
         return self._caches.read(self._layer, self.step.read).masked_fill_(self.step.fresh, 0)
@@ -127,6 +134,7 @@ def _plan(batch: AttentionBatch, tables: list[list[int]], before: int) -> StateS
     fresh, read, written = list[bool](), list[int](), list[int]()
     past, own, last = list[range](), list[int](), list[range]()
     singles, segments = list[tuple[int, int, int]](), list[Segment]()
+    sequences, writes = list[tuple[int, int, int, int]](), list[tuple[int, int]]()
     at = 0  # of all inputs: before each sequence's own come as many as its state holds
     for row, (query_len, seq_len) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
         begin = seq_len - query_len
@@ -135,11 +143,13 @@ def _plan(batch: AttentionBatch, tables: list[list[int]], before: int) -> StateS
         past.append(range(at, at + before))
         token = done = len(own)
         own.extend(range(at + before, at + before + query_len))
+        sequences.append((token, len(own), read[-1] if begin else -1, len(written)))
         for block in range(begin // size, -(-seq_len // size)) if query_len else ():
             if tables[row][block] != NO_BLOCK:
                 end = min((block + 1) * size, seq_len) - begin
                 segments.append(Segment(row, done, token + end, len(written)))
                 done = token + end
+                writes.append((done, tables[row][block]))
                 written.append(tables[row][block])
                 last.append(range(at + end, at + end + before))
         if done < len(own):
@@ -160,4 +170,6 @@ def _plan(batch: AttentionBatch, tables: list[list[int]], before: int) -> StateS
         on_device([list(each) for each in last], -1, before),
         on_device(singles, -1, 3).T,
         segments,
+        on_device(sequences, -1, 4),
+        on_device(writes, -1, 2),
     )

@@ -99,5 +99,6 @@ def _order(row: Rows) -> torch.Tensor:
     if row.stored == "in turns":
         return rows.view(-1, 2).T.flatten()
     heads = rows.view(row.heads, -1)
-    turned = heads[:, : row.paired].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call]
-    return torch.cat((turned, heads[:, row.paired :]), dim=1).flatten()
+    before, paired, behind = heads.tensor_split((row.passing, row.passing + row.paired), dim=1)
+    turned = paired.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)  # type: ignore[no-untyped-call]
+    return torch.cat((before, turned, behind), dim=1).flatten()

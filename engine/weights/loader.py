@@ -23,9 +23,10 @@ from engine.models.families.rows import Rows, stacked_rows
 from engine.models.head import Head
 from engine.models.heads import head_rows
 from engine.models.layers import Linear
+from engine.models.mixers import MixerSpec
 from engine.models.rope import RopeTable
 from engine.models.sharding import Shard, shard_rows
-from engine.models.spec import DecoderSpec, MixerSpec
+from engine.models.spec import DecoderSpec
 from engine.models.stages import Stage, stage_rows
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource

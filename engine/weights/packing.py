@@ -22,6 +22,7 @@ from engine.models.decoder_layer import AnyLinear, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.experts import Experts, Router
 from engine.models.layers import Embedding, Linear, RMSNorm
+from engine.models.mixers import MixerSpec
 from engine.models.packed import (
     FUSED_GATES,
     ActivatedLinear,
@@ -33,7 +34,7 @@ from engine.models.packed import (
     RowNorm,
 )
 from engine.models.packed_experts import GatedBeside, PackedExperts
-from engine.models.spec import Activation, MixerSpec
+from engine.models.spec import Activation
 from engine.weights.packed_rows import HEAD_FORMAT, MATRIX_FORMAT, Rows, RowsPacker
 from engine.weights.source import Part, WeightSource
 

@@ -21,8 +21,9 @@ from engine.cpu_kernels.formats import (
 )
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec
 from engine.models.quantization import StoredFormat
-from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec, MixerSpec
+from engine.models.spec import DecoderSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
@@ -33,6 +34,8 @@ _FLOATS = {Kind.MXFP4: Format.MXFP4, Kind.EXPERTS: Format.MXFP4, Kind.NVFP4: For
 _FLOAT8_GROUP = 128
 _IN_16_BITS = ("per_layer_token_embd.weight", "layer_output_scale.weight")
 """tensors of GGUF files that have 16 bits in memory, whatever the file has"""
+_KV_B = ".kv_b_proj.weight"
+"""and of other checkpoints, because whoever attends to latents multiplies with it"""
 
 
 def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization, place: Place | None) -> int:
@@ -67,7 +70,9 @@ def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec,
         matrices, used = stored_matrices(files.headers, stored, files.integers)
         plain = [header.shape for name, header in files.headers.items() if name not in used]
     total = sum(_stored_bytes(shape, Format.BFLOAT16, vector_bytes, place) for shape in plain)
-    return total + sum(_stored_bytes(_shape_of(matrix), _format_of(matrix), 2, place) for matrix in matrices)
+    dense = [2 * prod(matrix.shape) for matrix in matrices if matrix.name.endswith(_KV_B)]
+    others = (matrix for matrix in matrices if not matrix.name.endswith(_KV_B))
+    return total + sum(dense) + sum(_stored_bytes(_shape_of(matrix), _format_of(matrix), 2, place) for matrix in others)
 
 
 def _shape_of(matrix: StoredMatrix) -> tuple[int, ...]:
@@ -122,6 +127,8 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
     for layer in spec.layers:
         yield 1, layer.mixer.first_size, hidden
         yield 1, hidden, layer.mixer.last_size
+        if isinstance(layer.mixer, LatentSpec) and layer.mixer.q_lora_rank is not None:
+            yield 1, layer.mixer.q_size, layer.mixer.q_lora_rank
         if layer.mlp is not None:
             yield 1, layer.mlp.first_size, hidden
             yield 1, hidden, layer.mlp.intermediate_size
@@ -149,6 +156,7 @@ def _routers(spec: DecoderSpec) -> Iterator[int]:
 def _norm_values(spec: DecoderSpec) -> int:
     of_layer = 1 if spec.parallel == "one_norm" else 4 if spec.norm_placement == "around" else 2
     norms = spec.num_layers * of_layer + spec.final_norm
+    norms -= of_layer // 2 * sum(layer.ends_with_mixer for layer in spec.layers)
     of_heads = 0
     for mixer in (layer.mixer for layer in spec.layers):
         if isinstance(mixer, MixerSpec) and mixer.qk_norm is not None:
@@ -157,6 +165,8 @@ def _norm_values(spec: DecoderSpec) -> int:
                 if mixer.qk_norm == "row"
                 else (1 + (mixer.shares is None)) * mixer.head_dim
             )
+        elif isinstance(mixer, LatentSpec):
+            of_heads += (mixer.q_lora_rank or 0) + mixer.latent.kv_lora_rank
     apart = sum(layer.experts is not None and layer.experts.apart for layer in spec.layers)
     values = (norms + 4 * apart) * spec.hidden_size + of_heads
     if spec.layer_inputs is not None:
@@ -165,7 +175,8 @@ def _norm_values(spec: DecoderSpec) -> int:
 
 
 def _vector_values(spec: DecoderSpec) -> int:
-    """Biases, tables of positions and of layers' inputs, and what activations and layers have learnt."""
+    """Biases, tables of positions and of layers' inputs, what activations and layers have learnt, and what makes keys
+    and values of latents."""
     hidden = spec.hidden_size
     values = (spec.table_rows or spec.vocab_size) * (spec.head_bias and spec.ends) + spec.num_layers * spec.layer_scales
     if spec.layer_inputs is not None:
@@ -179,6 +190,8 @@ def _vector_values(spec: DecoderSpec) -> int:
         elif isinstance(mixer, MambaSpec):
             values += mixer.channels * (mixer.taps + mixer.conv_bias) + mixer.inner_size * mixer.normed
             values += (mixer.first_size + hidden) * mixer.bias
+        elif isinstance(mixer, LatentSpec):
+            values += mixer.num_heads * mixer.latent.made_size * mixer.latent.kv_lora_rank
         else:
             values += mixer.first_size * mixer.qkv_bias + hidden * mixer.o_bias
         if mlp is not None:

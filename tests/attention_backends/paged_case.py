@@ -70,6 +70,10 @@ class Case:
         )
 
     @property
+    def out_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def padded_lengths(self) -> list[tuple[int, int]]:
         """`lengths`, and (1, 0) for each sequence that only fills up a graph"""
         return [*self.lengths, *[(1, 0)] * (0 if self.graph_size is None else self.graph_size - len(self.lengths))]
@@ -150,9 +154,12 @@ class Case:
 
     def empty_cache(self, backend: AttentionBackend, dtype: torch.dtype) -> torch.Tensor:
         """One layer's cache, all NaN."""
-        blocks, *block = backend.kv_cache_shape(self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        blocks, *block = self.cache_shape(backend)
         size = math.prod(block)
         return self._nans((blocks, size + self.apart), dtype)[:, self.apart // 2 :][:, :size].view(blocks, *block)
+
+    def cache_shape(self, backend: AttentionBackend) -> tuple[int, ...]:
+        return backend.kv_cache_shape(self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
     def _nans(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype == torch.int8:  # scales of all ones are NaN
@@ -178,7 +185,7 @@ class Case:
         if exact:
             k, v = self.rounded(k, v)
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        out = torch.full(q.shape, 7.0, dtype=dtype, device=self.device)
+        out = torch.full((*q.shape[:2], self.out_dim), 7.0, dtype=dtype, device=self.device)
         batch = self.batch(tables)
         if self.shares:
             scales = (1.0, 1.0) if exact else (self.k_scale, self.v_scale)

@@ -45,8 +45,10 @@ CASE_OF = {
 """where it is not the family's name"""
 GGUF_CASE_OF = {"llama4_text": "llama4_as_published"}
 """where files say less of a model than its config"""
-STATEFUL = ("granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+STATEFUL = ("nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """families with layers that keep states"""
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+"""families that keep latents: `test_greedy_parity.py` has one of them; all run with --exhaustive"""
 TOKENS, LENGTH = 24, 128
 _GENERATOR = torch.Generator().manual_seed(5)
 _PIECE = torch.randint(5, 199, (12,), generator=_GENERATOR).tolist()
@@ -97,7 +99,13 @@ class Subject:
         return int(1.2 * int(found[1]))
 
 
-@pytest.fixture(scope="module", params=DECODERS, ids=lambda family: family.name)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(family, marks=pytest.mark.exhaustive) if family.name in LATENT else family for family in DECODERS
+    ],
+    ids=lambda family: family.name,
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     name = request.param.name
     yield Subject(request.param, tmp_path_factory.mktemp(name), CASE_OF.get(name, name))

@@ -23,7 +23,8 @@ from engine.models.decoder import Decoder
 from engine.models.families.common import Config, Family
 from engine.models.families.names import LLAMA_NAMES
 from engine.models.families.registry import Found
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
+from engine.models.mixers import MixerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from engine.weights import loader
 
 WINDOW, BLOCK, STEP, COUNT = 40, 8, 64, 20

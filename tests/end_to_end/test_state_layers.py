@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from oracle import GreedyOracle, first_difference
-from test_beam_search import PROMPTS, assert_same, by_transformers, open_llm, params
+from test_beam_search import PROMPTS, by_transformers, open_llm, params
 from tiny_families import save_tiny
 
 from engine import LLM, SamplingParams
@@ -89,7 +89,10 @@ def test_beams_are_those_of_transformers(subject: Subject) -> None:
         outputs = llm.generate(prompts, params(4), use_tqdm=False)
         assert llm.stats().kv_blocks_used == 0
     got = [[(one.token_ids, one.score or 0.0) for one in output.outputs] for output in outputs]
-    assert_same(got, by_transformers(subject.path, 4, 1.0, False))
+    for ours, theirs in zip(got, by_transformers(subject.path, 4, 1.0, False), strict=True):
+        for (ids, score), (expected, its_score) in zip(ours, theirs, strict=True):
+            assert score == pytest.approx(its_score, abs=5e-4)  # recurrences carry what roundings differ by
+            assert ids == expected or score == pytest.approx(its_score, abs=1e-6), "others are as likely"
 
 
 @pytest.mark.exhaustive

@@ -31,7 +31,7 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "OPT": {"ffn_dim": 96, "init_std": 0.3},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 100},
-    # These have no family of ours: the library's module, with experts and with latent attention.
+    # This one has no family of ours: the library's module, with experts.
     "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     "DeepseekV3": {
         "num_hidden_layers": 2,

@@ -15,22 +15,34 @@ from engine.models.state_layers import Segment, StateStep
 class DenseAttention:
     """Appends each call's k, v to what its layer has seen, and attends causally within the layer's window."""
 
-    def __init__(self, model: DecoderSpec | ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> None:
-        """`sinks`: of the layers that have them."""
+    def __init__(
+        self,
+        model: DecoderSpec | ModelFacts,
+        sinks: Sequence[torch.Tensor] = (),
+        latents: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`sinks`: of the layers that have them; `latents`: what makes keys and values of them, likewise."""
         self.layers = (model.facts if isinstance(model, DecoderSpec) else model).layers
         self.keys: list[list[torch.Tensor]] = [[] for _ in self.layers]
         self.values: list[list[torch.Tensor]] = [[] for _ in self.layers]
         given = iter(sinks)
         self.sinks = [next(given) if layer.sinks else None for layer in self.layers]
+        matrices = iter(latents)
+        self.matrices = [None if layer.latent is None else next(matrices) for layer in self.layers]
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer: int) -> None:
         heads = self.layers[layer]
+        groups = heads.num_heads // heads.num_kv_heads
+        if heads.latent is not None:
+            latent, turned = k[:, 0].split([heads.latent.kv_lora_rank, heads.latent.qk_rope_head_dim], dim=-1)
+            made = (latent @ self.matrices[layer].T).view(len(k), heads.num_heads, -1)
+            k, v = made.split([heads.latent.qk_nope_head_dim, heads.latent.v_head_dim], dim=-1)
+            k, groups = torch.cat((k, turned[:, None].expand(-1, heads.num_heads, -1)), dim=-1), 1
         if heads.shares is None:
             self.keys[layer].append(k.clone())
             self.values[layer].append(v.clone())
         else:
             self.keys[layer], self.values[layer] = self.keys[heads.shares], self.values[heads.shares]
-        groups = heads.num_heads // heads.num_kv_heads
         keys = torch.cat(self.keys[layer]).repeat_interleave(groups, dim=1)
         values = torch.cat(self.values[layer]).repeat_interleave(groups, dim=1)
         key_at = torch.arange(keys.shape[0])[None]
@@ -63,6 +75,8 @@ class DenseStates:
 
 
 class _OneState:
+    place = None
+
     def __init__(self, states: DenseStates, layer: int, tokens: int, before: int) -> None:
         self._states, self._layer = states, layer
         one, whole = torch.zeros(1, dtype=torch.int64), [Segment(0, 0, tokens, 0)]
@@ -70,7 +84,9 @@ class _OneState:
         last = torch.arange(tokens, tokens + before)[None]
         single = torch.zeros(3, int(tokens == 1), dtype=torch.int64)
         past = torch.arange(before)[None]
-        self.step = StateStep(one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [])
+        self.step = StateStep(
+            one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [], one, one
+        )
 
     def read(self) -> torch.Tensor:
         return self._states.states[self._layer].clone()
@@ -80,7 +96,7 @@ class _OneState:
 
 
 def _bind(model: Decoder) -> None:
-    model.set_attention(DenseAttention(model.spec, model.sinks))
+    model.set_attention(DenseAttention(model.spec, model.sinks, model.latents))
     model.set_mixing(DenseStates(model))
 
 

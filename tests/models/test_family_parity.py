@@ -10,7 +10,7 @@ import pytest
 import torch
 from dense_attention import DenseAttention, greedy, logits_of
 from safetensors.torch import load_file, save_file
-from tiny_models import CASES, STATEFUL, hf_greedy, hf_logits, make_model, save
+from tiny_models import CASES, LATENT, STATEFUL, hf_greedy, hf_logits, make_model, save
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -36,7 +36,7 @@ def ours(path: str, dtype: torch.dtype = torch.float32) -> Decoder:
     return model
 
 
-@pytest.mark.parametrize("case", [*CASES, *STATEFUL])
+@pytest.mark.parametrize("case", [*CASES, *STATEFUL, *LATENT])
 def test_logits_and_greedy_tokens_equal_transformers(case: str, tmp_path: Path) -> None:
     reference = make_model(case)
     model = ours(save(reference, tmp_path))
@@ -59,6 +59,7 @@ CHUNKED = [
     "llama4",
     "lfm2",
     "qwen3_5_text",
+    "deepseek_v3",
 ]
 
 

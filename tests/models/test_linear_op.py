@@ -19,7 +19,8 @@ from engine.models import linear_op
 from engine.models.decoder import Decoder
 from engine.models.kernels import BUCKETS, MAX_ROWS, TILES, LinearKernels, Plan, encode
 from engine.models.layers import Linear
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
+from engine.models.mixers import MixerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 
 ATTENTION = "pageloom::attention"
 MIXER = MixerSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, qkv_bias=True, rope=0)

@@ -8,6 +8,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    NemotronHConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -68,6 +69,15 @@ def hybrids(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
             position_embedding_type="rope",
             mamba_proj_bias=True,
             mamba_conv_bias=False,
+        ),
+        "nemotron_h": lambda: NemotronHConfig(
+            **{key: value for key, value in shape.items() if key != "num_hidden_layers"},
+            head_dim=16,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=16,
+            layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp", "attention"],
         ),
         "qwen3_5_text": lambda: Qwen3_5TextConfig(**{**shape, **DELTA_NET}),
         "qwen3_5_biases_tied": lambda: Qwen3_5TextConfig(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tiny_hybrids import hybrids
+from tiny_latents import latents
 from tiny_mixtures import mixtures
 from transformers import (
     ApertusConfig,
@@ -28,6 +29,8 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     NemotronConfig,
     Olmo2Config,
@@ -294,10 +297,18 @@ STATEFUL: dict[str, Any] = hybrids(SHAPE, GRANITE_NUMBERS)
 """of layers that keep states"""
 
 
+LATENT = latents(SHAPE, YARN)
+"""of layers that keep latents"""
+
+
 def make_model(case: str) -> PreTrainedModel:
     """In float32, eager attention; biases and norm weights are random too, so that a forgotten one shows."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config((CASES | STATEFUL)[case](), attn_implementation="eager").eval()
+    config = (CASES | STATEFUL | LATENT)[case]()
+    make = AutoModelForCausalLM.from_config
+    if isinstance(config, Mistral4Config):  # which the library makes as a part of another model alone
+        make = Mistral4ForCausalLM._from_config
+    model = make(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):

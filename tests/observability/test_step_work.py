@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
+from engine.models.mixers import MixerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec
 from engine.observability.step_profile import ATTENTION, LOGITS, MODEL, SAMPLING
 from engine.observability.step_work import Ceilings, ModelWeights, StepWork, Weight, Work
 from engine.step import NewRow, RowParams, Rows, ScheduledRow, StepPlan, Write, Writes

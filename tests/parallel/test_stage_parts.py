@@ -21,7 +21,7 @@ from engine.models.stages import Stage, check_stages, layers_of
 from engine.parallel.stage_group import Place, place_of_rank
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "deepseek_v3"])
 def test_parts_of_stages_give_the_bits_of_parts(case: str, tmp_path: Path) -> None:
     path = save(make_model(case), tmp_path)
     spec = describe(path).spec

@@ -17,8 +17,9 @@ from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.layer_groups import Kept, group_layers
 from engine.models.decoder import Decoder
 from engine.models.description import describe
+from engine.models.mixers import MixerSpec
 from engine.models.sharding import Span
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, layer_weights
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec, layer_weights
 from engine.models.stages import Stage, check_stages, layers_of, stage_groups, stage_of
 from engine.weights.loader import load_weights
 from engine.weights.safetensors_source import SafetensorsSource
@@ -37,7 +38,7 @@ def loaded(path: str, stage: Stage | None = None) -> Decoder:
 
 def logits_in_stages(stages: list[Decoder], token_ids: list[int], chunks: tuple[int, ...]) -> torch.Tensor:
     for model in stages:
-        model.set_attention(DenseAttention(model.spec, model.sinks))
+        model.set_attention(DenseAttention(model.spec, model.sinks, model.latents))
     ids, at, parts = torch.tensor(token_ids), 0, []
     for size in (*chunks, len(token_ids) - sum(chunks)):
         states = ids[at : at + size]

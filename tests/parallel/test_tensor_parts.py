@@ -19,15 +19,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.errors import ConfigError, WeightsError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
+from engine.models.mixers import MixerSpec
 from engine.models.sharding import Shard, keys_of, queries_of, sharded
-from engine.models.spec import MixerSpec, MlpSpec
+from engine.models.spec import MlpSpec
 from engine.weights.loader import load_weights
 from engine.weights.safetensors_source import SafetensorsSource
 
 PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
-@pytest.mark.parametrize(("case", "size"), [(case, 2 + index % 2) for index, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("case", "size"), [(case, 2 + index % 2) for index, case in enumerate((*CASES, "deepseek_v2", "deepseek_v3"))]
+)
 def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp_path: Path) -> None:
     path = save(make_model(case), tmp_path)
     description = describe(path)

@@ -26,7 +26,8 @@ from engine.config import (
 )
 from engine.layer_groups import first_kept
 from engine.models.decoder import Decoder
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec, RopeSpec
+from engine.models.mixers import MixerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 from engine.runner.loading import RunnerParts
 from engine.runner.model_runner import ModelRunner
 from engine.runner.results import PendingResult

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.cpu_kernels.formats import Format
 
@@ -269,19 +269,23 @@ LLAMA = LlamaConfig(
 
 
 def quantized_llama(form: Form, folder: Path, seed: int = 0) -> PreTrainedModel:
+    return quantized_model(LLAMA, form, folder, seed)
+
+
+def quantized_model(made_by: PreTrainedConfig, form: Form, folder: Path, seed: int = 0) -> PreTrainedModel:
     """Writes a tiny model with random quantised layers, and gives the float32 model that it stands for."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(LLAMA).eval()
+    model = AutoModelForCausalLM.from_config(made_by).eval()
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.state_dict().items():
-        if "_proj." not in name:
+        if "_proj" not in name:
             tensors[name] = parameter.bfloat16()
             parameter.copy_(tensors[name])
             continue
         made, values = form.make(*parameter.shape, generator)
         tensors |= {name.replace("weight", part): tensor for part, tensor in made.items()}
         parameter.copy_(values)
-    config = {**LLAMA.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    config = {**made_by.to_dict(), "architectures": [type(model).__name__], "dtype": "bfloat16"}
     write(folder, tensors, {**config, "quantization_config": form.config})
     return model

@@ -1,5 +1,6 @@
 // Which kernels this CPU runs. Units of an ISA or a format that this build leaves out are weak symbols, hence null.
 #include "experts_schedule.h"
+#include "states.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -28,6 +29,10 @@ extern CombineRows combine_rows_portable() PAGELOOM_WEAK;
 extern CombineRows combine_rows_avx2() PAGELOOM_WEAK;
 extern CombineRows combine_rows_avx512() PAGELOOM_WEAK;
 extern CombineRows combine_rows_avx512bf16() PAGELOOM_WEAK;
+extern const MixKernels* mix_states_portable() PAGELOOM_WEAK;
+extern const MixKernels* mix_states_avx2() PAGELOOM_WEAK;
+extern const MixKernels* mix_states_avx512() PAGELOOM_WEAK;
+extern const MixKernels* mix_states_avx512bf16() PAGELOOM_WEAK;
 
 namespace {
 
@@ -180,6 +185,15 @@ CombineRows combine_rows_of(int64_t isa) {
   if (combine_rows_avx512 != nullptr && best(kAvx512)) return combine_rows_avx512();
   if (combine_rows_avx2 != nullptr && best(kAvx2)) return combine_rows_avx2();
   return combine_rows_portable();
+}
+
+const MixKernels* mix_kernels_of(int64_t isa) {
+  if (isa != kAuto && !isa_available(isa)) return nullptr;
+  const auto best = [&](int64_t of) { return (isa == kAuto || isa >= of) && isa_available(of); };
+  if (mix_states_avx512bf16 != nullptr && best(kAvx512Bf16)) return mix_states_avx512bf16();
+  if (mix_states_avx512 != nullptr && best(kAvx512)) return mix_states_avx512();
+  if (mix_states_avx2 != nullptr && best(kAvx2)) return mix_states_avx2();
+  return mix_states_portable();
 }
 
 }  // namespace pageloom

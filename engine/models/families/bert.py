@@ -9,7 +9,8 @@ from engine.models.families.names import Names
 from engine.models.families.rows import Rows
 from engine.models.heads import HeadForm
 from engine.models.json_file import shown
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
+from engine.models.mixers import MixerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec
 
 _EACH = HeadForm(pooled="all", out="classifier", out_bias=True)
 _KEYS = {

@@ -17,7 +17,8 @@ from engine.models.bounds import CONFIG_RANGES
 from engine.models.families.rows import Rows
 from engine.models.heads import HEADS, HeadForm
 from engine.models.json_file import shown
-from engine.models.spec import Activation, DecoderSpec, LayerSpec, MixerSpec, MlpSpec, QkNorm, RopeSpec
+from engine.models.mixers import MixerSpec, QkNorm
+from engine.models.spec import Activation, DecoderSpec, LayerSpec, MlpSpec, RopeSpec
 
 Config = Mapping[str, object]
 RopeKind = Literal["default", "linear", "proportional", "llama3", "yarn", "longrope"]

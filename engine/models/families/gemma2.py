@@ -17,7 +17,8 @@ from engine.models.families.common import (
     refuse,
 )
 from engine.models.families.names import Names
-from engine.models.spec import DecoderSpec, QkNorm
+from engine.models.mixers import QkNorm
+from engine.models.spec import DecoderSpec
 
 GEMMA_NAMES = Names(norms_stored="less one")
 

@@ -13,9 +13,10 @@ from engine.models.families.common import (
     num_layers,
     with_defaults,
 )
-from engine.models.families.mixtures import experts_spec, from_zero, sigmoid_router, with_experts
+from engine.models.families.mixtures import first_dense, from_zero, sigmoid_router, with_deepseek_experts
 from engine.models.families.names import LLAMA_NAMES
-from engine.models.spec import DecoderSpec, QkNorm
+from engine.models.mixers import QkNorm
+from engine.models.spec import DecoderSpec
 
 
 def glm4_moe_spec(config: Config) -> DecoderSpec:
@@ -31,7 +32,8 @@ def glm4_moe_spec(config: Config) -> DecoderSpec:
         default_rotary=0.5,
         default_kv_heads=8,
     )
-    return _deepseek_experts(spec, with_defaults(config, moe_intermediate_size=1408), first_dense=1)
+    config = with_defaults(config, moe_intermediate_size=1408)
+    return with_deepseek_experts(spec, config, sigmoid_router(config), first_dense(config, 1))
 
 
 def dots1_spec(config: Config) -> DecoderSpec:
@@ -46,15 +48,8 @@ def dots1_spec(config: Config) -> DecoderSpec:
     spec = decoder_spec(
         config, "dots1", windows=windows, qkv_bias=bias, o_bias=bias, qk_norm="head", default_kv_heads=32
     )
-    return _deepseek_experts(spec, with_defaults(config, norm_topk_prob=False), first_dense=0)
-
-
-def _deepseek_experts(spec: DecoderSpec, config: Config, first_dense: int) -> DecoderSpec:
-    """`first_dense`: layers without experts where the config does not say."""
-    experts = experts_spec(config, sigmoid_router(config), "n_routed_experts")
-    dense = from_zero(config, "first_k_dense_replace", first_dense)
-    sparse = [layer >= dense for layer in range(spec.num_layers)]
-    return with_experts(spec, experts, sparse, experts.inner_size * integer(config, "n_shared_experts"))
+    router = sigmoid_router(with_defaults(config, norm_topk_prob=False))
+    return with_deepseek_experts(spec, config, router, first_dense(config, 0))
 
 
 GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", glm4_moe_spec, LLAMA_NAMES.rows, predicts_more=True)

@@ -12,7 +12,8 @@ from engine.models.families.granite_moe import EXPERTS, SHARED, granite_experts
 from engine.models.families.mixtures import from_zero, with_experts
 from engine.models.families.names import Names
 from engine.models.json_file import shown
-from engine.models.spec import DecoderSpec, MambaSpec
+from engine.models.mixers import MambaSpec
+from engine.models.spec import DecoderSpec
 
 _KINDS = {"attention": True, "full_attention": True, "mamba": False, "linear_attention": False}
 
@@ -42,7 +43,6 @@ def _mamba(config: Config, hidden: int) -> MambaSpec:
             f"mamba_n_heads ({heads}) of mamba_d_head ({head_dim}) must be mamba_expand times hidden_size ({inner}), "
             f"and a multiple of mamba_n_groups ({groups})"
         )
-    low, high = _limits(config)
     return MambaSpec(
         heads=heads,
         head_dim=head_dim,
@@ -51,12 +51,13 @@ def _mamba(config: Config, hidden: int) -> MambaSpec:
         taps=integer(config, "mamba_d_conv", 4),
         bias=flag(config, "mamba_proj_bias"),
         conv_bias=flag(config, "mamba_conv_bias", True),
-        amounts=(low, high),
+        amounts=amounts_of(config),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
     )
 
 
-def _limits(config: Config) -> tuple[float, float]:
+def amounts_of(config: Config) -> tuple[float, float]:
+    """`MambaSpec.amounts`"""
     limits = config.get("time_step_limit")
     if limits is None:
         return 0.0, float("inf")

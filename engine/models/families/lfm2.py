@@ -11,7 +11,8 @@ from engine.models.families.mixtures import experts_spec, from_zero, with_expert
 from engine.models.families.names import Names
 from engine.models.families.rows import ExpertNames
 from engine.models.json_file import shown
-from engine.models.spec import ConvSpec, DecoderSpec, RouterSpec
+from engine.models.mixers import ConvSpec
+from engine.models.spec import DecoderSpec, RouterSpec
 
 _NAMES = Names(
     final_norm="model.embedding_norm",

@@ -44,6 +44,19 @@ def experts_spec(config: Config, router: RouterSpec, count: str, inner: str = "m
     )
 
 
+def with_deepseek_experts(spec: DecoderSpec, config: Config, router: RouterSpec, sparse: Sequence[bool]) -> DecoderSpec:
+    """Of the layers that `sparse` names, with a dense MLP of `n_shared_experts` times their size beside them. Raises
+    what `with_experts` does."""
+    experts = experts_spec(config, router, "n_routed_experts")
+    return with_experts(spec, experts, sparse, experts.inner_size * integer(config, "n_shared_experts"))
+
+
+def first_dense(config: Config, default: int) -> list[bool]:
+    """Which layers have experts: all behind `first_k_dense_replace`, or `default` where the config does not say."""
+    dense = from_zero(config, "first_k_dense_replace", default)
+    return [layer >= dense for layer in range(num_layers(config))]
+
+
 def sparse_layers(config: Config) -> list[bool]:
     """Qwen's rule: every `decoder_sparse_step`th layer, but for `mlp_only_layers`."""
     step, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []

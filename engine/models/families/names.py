@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from engine.models.families.rows import ExpertNames, Rows, Stored, linears
-from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, ExpertsSpec, MambaSpec, MixerSpec, MlpSpec, StateSpec
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
+from engine.models.spec import DecoderSpec, ExpertsSpec, MlpSpec
 
 _BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
 _AROUND = (
@@ -100,8 +101,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             ):
                 rows[f"{source}.{name}.weight"] = Rows(f"{target}.own_input.{parameter}.weight", 0, width)
         for name, parameter in self.norms or _NORMS[spec.norm_placement]:
-            absent = (parameter == "mlp_norm" and spec.parallel == "one_norm") or (
-                parameter == "input_norm" and not layer_spec.input_norm
+            absent = (parameter == "input_norm" and not layer_spec.input_norm) or (
+                parameter == "mlp_norm" and (spec.parallel == "one_norm" or layer_spec.ends_with_mixer)
             )
             if not absent:
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", hidden)
@@ -114,7 +115,12 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", width)
         return rows
 
-    def _mixer(self, spec: DecoderSpec, mixer: MixerSpec | StateSpec, source: str, target: str) -> dict[str, Rows]:
+    def _mixer(
+        self, spec: DecoderSpec, mixer: MixerSpec | LatentSpec | StateSpec, source: str, target: str
+    ) -> dict[str, Rows]:
+        if isinstance(mixer, LatentSpec):
+            rows = _latent(mixer, f"{source}.self_attn", target)
+            return rows | linears(source, (self.o,), f"{target}.o_proj", [spec.hidden_size], False)
         if isinstance(mixer, ConvSpec):
             first, conv, last = self.conv
             rows = linears(source, (first,), f"{target}.qkv_proj", [mixer.first_size], mixer.bias)
@@ -232,6 +238,23 @@ def _experts(experts: ExpertsSpec, hidden: int, names: ExpertNames, source: str,
             for expert in range(experts.count):
                 of_one = msgspec.structs.replace(place, expert=expert)
                 rows[f"{source}.{names.experts}.{expert}.{name}{ending}"] = of_one
+    return rows
+
+
+def _latent(mixer: LatentSpec, source: str, target: str) -> dict[str, Rows]:
+    facts, first = mixer.latent, mixer.q_lora_rank or mixer.q_size
+    q_name = "q_proj" if mixer.q_lora_rank is None else "q_a_proj"
+    q = f"{source}.q_proj.weight" if mixer.q_lora_rank is None else f"{source}.q_b_proj.weight"
+    kv, sizes = f"{source}.kv_a_proj_with_mqa.weight", [first, facts.row_size]
+    rows = linears(source, (q_name, "kv_a_proj_with_mqa"), f"{target}.qkv_proj", sizes, False)
+    if mixer.q_lora_rank is not None:
+        rows[q] = Rows(f"{target}.latent.q_b_proj.weight", 0, mixer.q_size)
+        rows[f"{source}.q_a_layernorm.weight"] = Rows(f"{target}.latent.q_a_norm.weight", 0, first)
+    rows[f"{source}.kv_a_layernorm.weight"] = Rows(f"{target}.latent.kv_a_norm.weight", 0, facts.kv_lora_rank)
+    rows[f"{source}.kv_b_proj.weight"] = Rows(f"{target}.latent.kv_b", 0, mixer.num_heads * facts.made_size)
+    for name, heads, passing in ((q, mixer.num_heads, facts.qk_nope_head_dim), (kv, 1, facts.kv_lora_rank)):
+        paired = _stored(rows[name], "pairs", heads, facts.qk_rope_head_dim)
+        rows[name] = msgspec.structs.replace(paired, passing=passing)
     return rows
 
 

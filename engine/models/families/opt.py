@@ -6,7 +6,8 @@ from __future__ import annotations
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.common import Config, Family, activation_of, flag, integer
 from engine.models.families.rows import Rows
-from engine.models.spec import DecoderSpec, LayerSpec, MixerSpec, MlpSpec
+from engine.models.mixers import MixerSpec
+from engine.models.spec import DecoderSpec, LayerSpec, MlpSpec
 
 
 def opt_spec(config: Config) -> DecoderSpec:

@@ -20,7 +20,8 @@ from engine.models.families.names import Names
 from engine.models.families.qwen_moe import SHARED
 from engine.models.families.rows import ExpertNames
 from engine.models.json_file import shown
-from engine.models.spec import DecoderSpec, DeltaSpec, MixerSpec, RouterSpec
+from engine.models.mixers import DeltaSpec, MixerSpec
+from engine.models.spec import DecoderSpec, RouterSpec
 
 _NAMES = Names(norms_stored="less one")
 _MIXTURE = Names(norms_stored="less one", experts=ExpertNames(shared=SHARED))

@@ -11,6 +11,7 @@ from engine.models.families.apertus import APERTUS
 from engine.models.families.bert import BERT, CAMEMBERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from engine.models.families.cohere import COHERE, COHERE2
 from engine.models.families.common import Family
+from engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from engine.models.families.ernie4_5 import ERNIE4_5
 from engine.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from engine.models.families.exaone4 import EXAONE4
@@ -19,6 +20,7 @@ from engine.models.families.gemma3 import GEMMA3
 from engine.models.families.gemma4 import GEMMA4
 from engine.models.families.glm import GLM, GLM4
 from engine.models.families.glm4_moe import DOTS1, GLM4_MOE
+from engine.models.families.glm4_moe_lite import GLM4_MOE_LITE
 from engine.models.families.gpt2 import GPT2
 from engine.models.families.gpt_neox import GPT_NEOX
 from engine.models.families.gpt_oss import GPT_OSS
@@ -34,9 +36,11 @@ from engine.models.families.llama4 import LLAMA4
 from engine.models.families.minimax_m2 import MINIMAX_M2
 from engine.models.families.ministral import MINISTRAL, MINISTRAL3
 from engine.models.families.mistral import MISTRAL
+from engine.models.families.mistral4 import MISTRAL4
 from engine.models.families.mixtral import MIXTRAL
 from engine.models.families.modernbert import MODERNBERT
 from engine.models.families.nemotron import NEMOTRON
+from engine.models.families.nemotron_h import NEMOTRON_H
 from engine.models.families.olmo2 import OLMO2, OLMO3
 from engine.models.families.olmoe import OLMOE
 from engine.models.families.opt import OPT
@@ -93,11 +97,16 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS,
     GLM4_MOE,
     DOTS1,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    MISTRAL4,
     MINIMAX_M2,
     LLAMA4,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_HYBRID,
+    NEMOTRON_H,
     LFM2,
     LFM2_MOE,
     QWEN3_5,

@@ -40,6 +40,8 @@ class Rows(msgspec.Struct, frozen=True):
     """in those rows, where `stored` speaks of heads"""
     paired: int = 0
     """pairs: rows of a head that turn; delta in heads: those of its query, and of its key"""
+    passing: int = 0
+    """pairs: rows of a head before them, which do not"""
     transposed: bool = False
     """the checkpoint holds [inputs, outputs] (GPT-2)"""
     expert: int | Literal["all"] | None = None

@@ -1,0 +1,135 @@
+// Layers that keep a state of each sequence: the plain data between binding, schedule and kernels.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+namespace pageloom {
+
+enum class MixKind : int32_t { kDelta = 0, kMamba = 1, kShort = 2 };  // the last: a convolution between two gates alone
+
+constexpr int64_t kMostTaps = 16, kMostKeys = 512;  // of a convolution; of a head
+
+// Where states lie: in bundles of pages, each page a row of every cache.
+struct StatePlace {
+  uint8_t* const* caches;
+  const int64_t* widths;   // bytes of a page in each cache
+  const int64_t* strides;  // bytes between its pages
+  int64_t num_caches, page_bytes;
+  const int64_t* blocks;  // [first block of a bundle][pages]
+  int64_t pages;
+};
+
+// Bytes of one bundle, one after the other: walks over the pages that hold them.
+class StateBytes {
+ public:
+  StateBytes(const StatePlace& place, int64_t first, int64_t offset) : place_(place), blocks_(place.blocks + first * place.pages) {
+    page_ = offset / place.page_bytes;
+    int64_t within = offset % place.page_bytes;
+    for (cache_ = 0; within >= place.widths[cache_]; ++cache_) within -= place.widths[cache_];
+    enter(within);
+  }
+
+  // From here on as many bytes, and so many more are passed over.
+  void read(void* to, int64_t count, int64_t skipped = 0) {
+    walk(count, [&](uint8_t* here, int64_t done, int64_t some) { memcpy(static_cast<uint8_t*>(to) + done, here, some); });
+    walk(skipped, [](uint8_t*, int64_t, int64_t) {});
+  }
+  void write(const void* from, int64_t count, int64_t skipped = 0) {
+    walk(count, [&](uint8_t* here, int64_t done, int64_t some) { memcpy(here, static_cast<const uint8_t*>(from) + done, some); });
+    walk(skipped, [](uint8_t*, int64_t, int64_t) {});
+  }
+
+ private:
+  void enter(int64_t within) {
+    at_ = place_.caches[cache_] + blocks_[page_] * place_.strides[cache_] + within;
+    left_ = place_.widths[cache_] - within;
+  }
+  template <class Use>
+  void walk(int64_t count, const Use& use) {
+    for (int64_t done = 0; done < count;) {
+      if (left_ == 0) {  // only where more is wanted: behind a bundle's last byte there is nothing
+        if (++cache_ == place_.num_caches) cache_ = 0, ++page_;
+        enter(0);
+      }
+      const int64_t some = count - done < left_ ? count - done : left_;
+      use(at_, done, some);
+      at_ += some, left_ -= some, done += some;
+    }
+  }
+
+  const StatePlace& place_;
+  const int64_t* blocks_;
+  int64_t page_, cache_;
+  uint8_t* at_;
+  int64_t left_;
+};
+
+struct StateSequence {
+  int64_t begin, end;    // its tokens
+  int64_t read;          // the first block of the bundle with its state; -1: it has none yet
+  int64_t first_write;   // of its writes, which end where the next sequence's begin
+};
+
+struct StateWrite {
+  int64_t end;      // behind which token
+  int64_t written;  // the first block of the bundle
+};
+
+struct MixProblem {
+  MixKind kind;
+  bool bf16;  // of x, out and a state's inputs; else float32
+  int64_t tokens, channels, taps, heads, groups, keys, values;
+  const void* x;
+  int64_t x_stride;
+  void* out;
+  int64_t out_stride;
+  int64_t mixed_at, gate_at, amount_at, decay_at;  // columns of x; amount_at: of the delta rule, or of a short one's inputs
+  int64_t q_at, k_at, v_at;                        // channels
+  const float* conv_weight;  // [taps][channels], the newest input's last
+  const float* conv_bias;    // null: none
+  const float* rate;         // [heads], negative: of the logarithm of a decay
+  const float* decay_bias;   // [heads]
+  const float* passed_on;    // [heads]; null: none
+  const float* norm;         // delta rule: [values]; else [heads * values], or null
+  float norm_eps, lowest, highest;
+  StatePlace place;
+  int64_t start, matrices_at;  // bytes of a bundle: where the layer's state begins, and where its matrices do
+  const StateSequence* sequences;
+  int64_t num_sequences;
+  const StateWrite* writes;
+  int64_t num_writes;
+  float* mixed;   // [tokens][channels]: behind convolution and activation
+  float* decay;   // [tokens][heads]
+  float* amount;  // [tokens][heads]
+  float* made;    // [tokens][heads * values]
+
+  int64_t inner() const { return heads * values; }
+  int64_t writes_end(int64_t sequence) const {
+    return sequence + 1 < num_sequences ? sequences[sequence + 1].first_write : num_writes;
+  }
+};
+
+constexpr int64_t kMixChannels = 64, kMixColumns = 32;  // that one call of a kernel makes, at most
+
+// A token's result depends on its own past alone: not on what other tokens a step has, nor on how the work is cut.
+struct MixKernels {
+  // Inputs of channels [begin, end), at most kMixChannels, of all tokens; and the inputs that states are to hold.
+  void (*convolve)(const MixProblem&, int64_t begin, int64_t end);
+  // What recurrences need beside that, of tokens [begin, end).
+  void (*prepare)(const MixProblem&, int64_t begin, int64_t end);
+  // Of one sequence and head kMixColumns columns of values, from `column` on; and of the matrices that are to be kept.
+  void (*recur)(const MixProblem&, int64_t sequence, int64_t head, int64_t column);
+  // From what queries read to what the layer gives back, of tokens [begin, end).
+  void (*finish)(const MixProblem&, int64_t begin, int64_t end);
+};
+
+struct Threads;
+const MixKernels* mix_states_portable();
+const MixKernels* mix_states_avx2();
+const MixKernels* mix_states_avx512();
+const MixKernels* mix_states_avx512bf16();
+void run_mix(const MixProblem& problem, const MixKernels& kernels, const Threads& threads);
+const MixKernels* mix_kernels_of(int64_t isa);  // null: none
+
+}  // namespace pageloom

@@ -1,0 +1,150 @@
+"""Layers that keep matrices as states: the native operator beside the torch modules, in steps of several sequences."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from attention_backends.native_build import ISAS
+from engine.cpu_kernels.linear import LinearOps
+from engine.kv_cache.block_pool import NO_BLOCK
+from engine.layer_groups import State
+from engine.models.convolution import Convolution
+from engine.models.delta_net import DeltaNet
+from engine.models.facts import DeltaFacts
+from engine.models.mamba import Mamba
+from engine.models.mixers import ConvSpec, MambaSpec
+from engine.runner.state_caches import StateCaches
+
+SIZE, BLOCKS, WIDTHS = 4, 40, (1024, 192, 2048)
+"""tokens of a block; blocks; bytes of a page in each cache"""
+DELTAS = {
+    "delta": DeltaFacts(key_heads=2, value_heads=4, key_dim=16, value_dim=24, taps=4),
+    "delta of whole columns": DeltaFacts(key_heads=1, value_heads=2, key_dim=12, value_dim=64, taps=2),
+    "delta of many columns": DeltaFacts(key_heads=1, value_heads=1, key_dim=40, value_dim=70, taps=3),
+}
+MAMBAS = {
+    "mamba": MambaSpec(heads=6, head_dim=20, groups=2, state_size=13, taps=4, amounts=(0.1, 0.6)),
+    "mamba without bias and norm": MambaSpec(
+        heads=2, head_dim=64, groups=1, state_size=8, taps=2, conv_bias=False, normed=False
+    ),
+}
+SHORTS = {
+    "short": ConvSpec(channels=96, taps=3),
+    "short with biases": ConvSpec(channels=40, taps=5, bias=True),
+}
+STEPS = [  # of each row, tokens before and in the step
+    [(0, 5), (0, 1), (0, 13)],
+    [(5, 1), (1, 3), (13, 1), (0, 8)],
+    [(6, 1), (4, 1), (14, 1), (8, 1)],
+    [(7, 9), (5, 1), (15, 1), (9, 2)],
+]
+
+
+Layer = DeltaNet | Mamba | Convolution
+
+
+def layer_of(case: str, dtype: torch.dtype) -> Layer:
+    torch.manual_seed(3)
+    made: Layer
+    if case in DELTAS:
+        made = DeltaNet(DELTAS[case], 1e-6, dtype, torch.device("cpu"))
+    elif case in SHORTS:
+        made = Convolution(SHORTS[case], SHORTS[case].bias, dtype, torch.device("cpu"))
+    else:
+        made = Mamba(MAMBAS[case], dtype, torch.device("cpu"))
+    with torch.no_grad():
+        for weights in made.parameters():
+            weights.copy_(torch.randn(weights.shape) / 2)
+    return made
+
+
+class Device:
+    """Caches, and a table in which every block of a row has a state, or every other one."""
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, every: int) -> None:
+        pages = -(-2 * (layer.facts.state_bytes(dtype.itemsize) + 64) // sum(WIDTHS))
+        self.states = StateCaches([layer, layer], dtype, 0, State(pages, every))
+        self.caches = [torch.zeros(pages * BLOCKS, width, dtype=torch.uint8) for width in WIDTHS]
+        self.states.allocate(self.caches)
+        order = torch.randperm(pages * BLOCKS, generator=torch.Generator().manual_seed(1)).view(BLOCKS, pages)
+        self.states.place(order.tolist())
+        self.firsts, self.every = order[:, 0].tolist(), every
+
+    def table(self, row: int, upto: int) -> list[int]:
+        blocks = -(-upto // SIZE)
+        kept = [index == blocks - 1 or (index + 1) % self.every == 0 for index in range(8)]
+        return [self.firsts[8 * row + index] if its and index < blocks else NO_BLOCK for index, its in enumerate(kept)]
+
+    def step(self, rows: list[tuple[int, int]], x: torch.Tensor, outputs: int) -> torch.Tensor:
+        tables = [self.table(row, before + count) for row, (before, count) in enumerate(rows)]
+        for row, (before, _) in enumerate(rows):
+            if before:  # what the step before has made last stays where it is
+                last = (before - 1) // SIZE
+                tables[row][last] = self.firsts[8 * row + last]
+        batch = SimpleNamespace(
+            block_size=SIZE,
+            block_tables=torch.tensor(tables),
+            query_lens_host=[count for _, count in rows],
+            seq_lens_host=[before + count for before, count in rows],
+        )
+        self.states.begin_step(cast(Any, batch))
+        out = x.new_full((len(x), outputs), 7.0)
+        self.states.mix(x, out, 1)
+        return out
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [*DELTAS, *MAMBAS, *SHORTS])
+def test_outputs_and_states_are_those_of_the_torch_module(
+    linear_ops: LinearOps, case: str, dtype: torch.dtype, isa: str
+) -> None:
+    if isa not in linear_ops.isas:
+        pytest.skip(f"this CPU has no {isa}")
+    torch_layer, native_layer = layer_of(case, dtype), layer_of(case, dtype)
+    native_layer.compute_by(linear_ops, ISAS.index(isa) + 1)
+    theirs, ours = Device(torch_layer, dtype, 2), Device(native_layer, dtype, 2)
+    theirs.states.places = [None, None]
+    generator, near = torch.Generator().manual_seed(5), 1e-4 if dtype == torch.float32 else 0.05
+    for rows in STEPS:
+        x = torch.randn(sum(count for _, count in rows) + 2, torch_layer.inputs, generator=generator).to(dtype)
+        expected, got = theirs.step(rows, x, torch_layer.outputs), ours.step(rows, x, native_layer.outputs)
+        torch.testing.assert_close(got, expected, rtol=near, atol=near)
+        assert expected[:-2].abs().max() > 0.1 and not got[-2:].any()
+    if dtype == torch.float32:
+        expected, got = (torch.cat([each.flatten() for each in device.caches]) for device in (theirs, ours))
+        torch.testing.assert_close(got.view(dtype), expected.view(dtype), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("case", ["delta", "delta of whole columns", "mamba", "short"])
+def test_a_sequences_bits_do_not_depend_on_how_it_is_cut_into_steps(linear_ops: LinearOps, case: str) -> None:
+    layer = layer_of(case, torch.bfloat16)
+    layer.compute_by(linear_ops)
+    x = torch.randn(20, layer.inputs, generator=torch.Generator().manual_seed(9)).bfloat16()
+    whole, cut = Device(layer, torch.bfloat16, 2), Device(layer, torch.bfloat16, 2)
+    expected, at, parts = whole.step([(0, 20)], x, layer.outputs), 0, []
+    for count in (3, 1, 9, 1, 6):
+        parts.append(cut.step([(at, count)], x[at : at + count], layer.outputs))
+        at += count
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def test_what_does_not_fit_is_refused(linear_ops: LinearOps) -> None:
+    layer = layer_of("delta", torch.float32)
+    layer.compute_by(linear_ops)
+    device = Device(layer, torch.float32, 2)
+    x = torch.zeros(5, layer.inputs)
+    with pytest.raises(RuntimeError, match=r"x must be \[5, \d+\]"):
+        device.step([(0, 5)], x[:, 1:], layer.outputs)
+    sequences, writes = torch.tensor([[0, 4, -1, 0]]), torch.zeros(0, 2, dtype=torch.int64)
+    step = SimpleNamespace(sequences=sequences, writes=writes)
+    states = cast(Any, SimpleNamespace(place=device.states.places[0], step=step))
+    with pytest.raises(RuntimeError, match="sequences have 4 tokens of 5"):
+        layer(x, x.new_zeros(5, layer.outputs), states)
+    sequences[0, 1:3] = torch.tensor([5, 10**6])
+    with pytest.raises(RuntimeError, match="reads block 1000000 of"):
+        layer(x, x.new_zeros(5, layer.outputs), states)
