@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
-from engine.layer_groups import LayerGroup, group_layers, most_blocks
+from engine.layer_groups import LayerGroup, group_layers, most_blocks, with_states
 from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.sharding import Span
 from engine.models.stages import stage_layers
@@ -45,9 +45,16 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     """that share the memory; each keeps what the draft does"""
     stages: tuple[Span, ...] = ()
     """layers of each stage, which share the memory, too; (): one has all"""
+    model_dtype: str = "bfloat16"
+    """of activations, and so of states"""
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
+        sizes = self.model.state_sizes(DTYPE_BYTES[self.model_dtype])
+        return with_states(self._attending, sizes, self.block_bytes, self.block_size)
+
+    @property
+    def _attending(self) -> tuple[LayerGroup, ...]:
         return group_layers(self.model.kept, self.longest)
 
     @property
@@ -58,7 +65,7 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
             return 0
         token = 0
         for own in self.stages or (Span(0, len(layers)),):
-            kept = [[layers[i] for i in group.layers if own.first <= i < own.end] for group in self.groups]
+            kept = [[layers[i] for i in group.layers if own.first <= i < own.end] for group in self._attending]
             token += max(kv_bytes_per_token(each, self.dtype, self.ranks) for each in kept)
         return (token + self.draft_bytes * self.ranks) * self.block_size
 
@@ -93,6 +100,7 @@ def shortened_context(
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
         ranks=config.parallel.kv_copies,
         stages=stage_layers(model.spec, config.parallel.pipeline),
+        model_dtype=config.model.dtype,
     )
     enough = size_text(sizes.bytes_of(sizes.longest))
     return (

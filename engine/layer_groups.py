@@ -8,7 +8,8 @@ have as many tokens in each group, so that prefixes, forks and tables are the sa
 part of a page stays empty.
 
 Other things that a layer may keep fit the same table: latent attention keeps one row a token in the place of keys and
-values, a recurrent layer keeps a state, which is a window of one token.
+values. Recurrent layers keep a state in the place of all tokens: those of a model form one group, whose entry for a
+block is the state behind that block's tokens, so many pages at once (a *bundle*), and few blocks have one (`State`).
 """
 
 from __future__ import annotations
@@ -27,14 +28,24 @@ _GROUP_COST = 0.01
 """what one group more costs in every step (tables, attention metadata), in parts of the KV memory"""
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class Chunk(msgspec.Struct, frozen=True, tag=True):
     """A query at position p sees keys in [p // tokens * tokens, p]."""
 
     tokens: int
 
 
-Window = int | Chunk | None
-"""what a query sees: so many keys, its own the last; those of its chunk; all before it"""
+class State(msgspec.Struct, frozen=True, tag=True):
+    """A query at position p needs what is kept behind position p - 1."""
+
+    pages: int
+    """that a state of all layers takes"""
+    every: int
+    """tokens, of whole blocks: behind so many a state stays where the prefix cache finds it, however long a sequence
+    goes on; as many tokens' keys and values take about as much room"""
+
+
+Window = int | Chunk | State | None
+"""what a query sees: so many keys, its own the last; those of its chunk; a state; all before it"""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -64,6 +75,28 @@ def group_layers(kept: Sequence[Kept | None], max_model_len: int) -> tuple[Layer
     sizes = [0 if each is None else each.size for each in kept]
     pages = sorted({size for layers in kinds.values() for size in accumulate(sizes[layer] for layer in layers)})
     return _with_places(min((_cut(kinds, sizes, page) for page in pages), key=lambda cut: _cost(cut, sizes)), sizes)
+
+
+_STATE_ALIGNMENT = 64
+"""bytes, at which each layer's begins"""
+_FEWEST_BLOCKS, _STATE_SHARE = 32, 4
+
+
+def state_starts(sizes: Sequence[int]) -> list[int]:
+    """At which byte of a state each layer's part begins, of as many bytes; and where the last one ends."""
+    return [0, *accumulate(-(-size // _STATE_ALIGNMENT) * _STATE_ALIGNMENT for size in sizes)]
+
+
+def with_states(
+    groups: Sequence[LayerGroup], sizes: Sequence[int], page_bytes: int, block_size: int
+) -> tuple[LayerGroup, ...]:
+    """And the group of those layers that keep states, of as many bytes, if there are any. What stays of long sequences
+    for the prefix cache takes a quarter of their keys and values at most."""
+    if not sizes:
+        return tuple(groups)
+    pages = -(-state_starts(sizes)[-1] // page_bytes)
+    blocks = max(_FEWEST_BLOCKS, -(-_STATE_SHARE * pages // len(groups)))
+    return (*groups, LayerGroup((), State(pages, blocks * block_size)))
 
 
 def full_group(groups: Sequence[LayerGroup]) -> int:
@@ -131,28 +164,41 @@ def first_kept(num_tokens: int, window: Window) -> int:
     """The first position that a query at position `num_tokens`, or any later one, sees."""
     if isinstance(window, Chunk):
         return num_tokens // window.tokens * window.tokens
+    if isinstance(window, State):
+        return max(0, num_tokens - 1)
     return 0 if window is None else max(0, num_tokens - window + 1)
 
 
-def kept_until(position: int, window: int | Chunk) -> int:
+def kept_until(position: int, window: int | Chunk | State) -> int:
     """The least number of tokens after which no query sees what lies before `position`."""
     if isinstance(window, Chunk):
         return -(-position // window.tokens) * window.tokens
-    return position + window - 1
+    return position + (1 if isinstance(window, State) else window - 1)
 
 
 def _most_seen(window: Window) -> float:
     """Keys that a query sees at most."""
-    return math.inf if window is None else window.tokens if isinstance(window, Chunk) else window
+    if window is None or isinstance(window, State):
+        return math.inf
+    return window.tokens if isinstance(window, Chunk) else window
+
+
+def pages_of(window: Window) -> int:
+    """That an entry of a group's table takes."""
+    return window.pages if isinstance(window, State) else 1
 
 
 def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len: int | None) -> int:
-    """Blocks of one group that a sequence holds at most, at any time until `num_tokens` tokens are computed.
+    """Pages of one group that a sequence holds at most, at any time until `num_tokens` tokens are computed.
 
     `max_query_len`: tokens that a step computes of a sequence at most; they need blocks together with what the first of
     them sees.
     """
     blocks = -(-num_tokens // block_size)
+    if isinstance(window, State):
+        # Before the last step, behind it and the next one, behind the prompt's last block, and on the way in two steps.
+        on_the_way = 2 * min(-(-(max_query_len or num_tokens) // window.every), num_tokens // window.every)
+        return min(blocks, 4 + on_the_way) * window.pages
     if window is None or max_query_len is None:
         return blocks
     return min(blocks, -(-(int(_most_seen(window)) - 1 + max_query_len) // block_size) + 1)

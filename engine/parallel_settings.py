@@ -70,9 +70,11 @@ def eplb_of(args: EngineArgs) -> EplbConfig | None:
     return config
 
 
-def check_library(config: EngineConfig, model: ModelDescription) -> None:
-    """Where the library's module computes the model. Raises ConfigError or UnsupportedModelError where it cannot be
-    divided so."""
+def check_model(config: EngineConfig, model: ModelDescription) -> None:
+    """Raises ConfigError or UnsupportedModelError for what the model's layers, or the library's module where that
+    computes it, cannot be asked."""
+    if model.facts.states:
+        _check_states(config, model.facts.family)
     if model.spec is not None or config.parallel.tensor == 1:
         return
     from engine.models.fallback.division import check_library_divided
@@ -82,6 +84,19 @@ def check_library(config: EngineConfig, model: ModelDescription) -> None:
             "tensor_parallel_size: of a model that runs through the library only CPUs compute parts"
         )
     check_library_divided(model.path, config.parallel.tensor)
+
+
+def _check_states(config: EngineConfig, family: str) -> None:
+    ranks = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
+    for name, asked in (
+        ("speculative_config", config.scheduler.speculation.method is not None),
+        ("tensor_parallel_size, pipeline_parallel_size", ranks > 1),
+        ("kv_transfer_config", config.kv_transfer is not None),
+        ("device", config.device.kind != "cpu"),
+    ):
+        if asked:
+            what = "on CPUs alone" if name == "device" else "without it"
+            raise UnsupportedModelError(f"{name}: layers of {family} keep states, which are served {what} yet")
 
 
 def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:

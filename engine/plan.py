@@ -283,6 +283,7 @@ def _sizes(config: EngineConfig, model: ModelDescription, draft: DraftDescriptio
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.facts.layers, config.cache.dtype),
         ranks=config.parallel.kv_copies,
         stages=stage_layers(model.spec, config.parallel.pipeline),
+        model_dtype=config.model.dtype,
     )
 
 

@@ -44,7 +44,6 @@ from engine.config import (
     DeviceConfig,
     EngineArgs,
     EngineConfig,
-    GraphMode,
     ModelConfig,
     Quantization,
     SchedulerConfig,
@@ -57,11 +56,13 @@ from engine.machine import Machine, probe_machine
 from engine.models.facts import ModelFacts
 from engine.models.generation import overridden
 from engine.models.stages import stage_layers
-from engine.parallel_settings import check_library, crowded, facts_of_one, parallel_of, placed
+from engine.parallel_settings import check_model, crowded, facts_of_one, parallel_of, placed
 from engine.setting_checks import (
     Kind,
     check_files,
     check_settings,
+    debug_sync_of,
+    graphs_of,
     kv_cache_memory_of,
     kv_events_of,
     kv_transfer_of,
@@ -103,6 +104,7 @@ def resolve(
         draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
         ranks=parallel.kv_copies,
         stages=stage_layers(model.spec, parallel.pipeline),
+        model_dtype=dtype,
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
     step_tokens = step_tokens if facts.keeps_kv else _encoder_step(args, step_tokens, max_model_len)
@@ -122,13 +124,13 @@ def resolve(
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine, facts),
         scheduler=_scheduler(args, kind, max_model_len, step_tokens, facts, machine),
-        compile=CompileConfig(mode=args.compile, graphs=_graphs(args, kind), cache_dir=_cache_dir(args, machine)),
+        compile=CompileConfig(mode=args.compile, graphs=graphs_of(args, kind), cache_dir=_cache_dir(args, machine)),
         device=DeviceConfig(
             kind=kind,
             threads=_threads(args, machine),
             cores=args.cores,
             attention_backend=args.attention_backend,
-            debug_sync=_debug_sync(args, kind),
+            debug_sync=debug_sync_of(args, kind),
         ),
         max_logprobs=args.max_logprobs,
         limits=args.limits,
@@ -154,7 +156,7 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
     config = resolve(args, description, machine, None if draft is None else draft.facts)
-    check_library(config, description)
+    check_model(config, description)
     config = placed(config, args, description)
     if draft is not None:
         check_length(draft, config.model.max_model_len)
@@ -367,27 +369,10 @@ def _scheduler(
     )
 
 
-def _graphs(args: EngineArgs, kind: Kind) -> GraphMode:
-    wanted = args.graphs if args.graphs is not None else "auto"
-    if kind == "cpu":
-        if wanted in ("auto", "none"):
-            return "none"
-        raise ConfigError(f"graphs={wanted!r} needs device='cuda': a CPU has no CUDA graphs; leave graphs out")
-    if args.compile == "none" and wanted in ("piecewise", "both"):
-        raise ConfigError(f"graphs={wanted!r} captures compiled pieces, but compile='none'; set compile='pieces'")
-    return wanted
-
-
 def _cache_dir(args: EngineArgs, machine: Machine) -> str:
     if args.cache_dir is not None:
         return _absolute(args.cache_dir, machine)
     return os.path.join(machine.home, ".cache", "pageloom")
-
-
-def _debug_sync(args: EngineArgs, kind: Kind) -> bool:
-    if args.debug_sync and kind == "cpu":
-        raise ConfigError("debug_sync needs device='cuda': on a CPU nothing runs behind the host; leave debug_sync out")
-    return args.debug_sync
 
 
 def _base_name(path: str, machine: Machine) -> str:

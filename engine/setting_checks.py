@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from engine.config import EngineArgs
+from engine.config import EngineArgs, GraphMode
 from engine.errors import ConfigError
 from engine.given_settings import read_setting
 from engine.kv_settings import KVEventsConfig, KVTransferConfig
@@ -137,6 +137,23 @@ def swap_space_of(args: EngineArgs, kind: Kind, machine: Machine) -> int:
     if args.preemption == "swap" and swap_space == 0:
         raise ConfigError("preemption='swap' needs swap_space: set --swap-space to the host memory to use, as 4GiB")
     return swap_space
+
+
+def graphs_of(args: EngineArgs, kind: Kind) -> GraphMode:
+    wanted = args.graphs if args.graphs is not None else "auto"
+    if kind == "cpu":
+        if wanted in ("auto", "none"):
+            return "none"
+        raise ConfigError(f"graphs={wanted!r} needs device='cuda': a CPU has no CUDA graphs; leave graphs out")
+    if args.compile == "none" and wanted in ("piecewise", "both"):
+        raise ConfigError(f"graphs={wanted!r} captures compiled pieces, but compile='none'; set compile='pieces'")
+    return wanted
+
+
+def debug_sync_of(args: EngineArgs, kind: Kind) -> bool:
+    if args.debug_sync and kind == "cpu":
+        raise ConfigError("debug_sync needs device='cuda': on a CPU nothing runs behind the host; leave debug_sync out")
+    return args.debug_sync
 
 
 def _device(args: EngineArgs, machine: Machine) -> Kind:

@@ -16,8 +16,8 @@ Invariants
   between one and `samples` tokens, the same ones as without drafts.
 - Who plans behind a step with drafts does not know yet how many were right. The device does: a row that is `unsure`
   starts at its last known token wherever that is, and what the plan says of its place is an upper bound.
-- Order of application on the device: released, added, rewrites, drafts, block_appends, swap_out, swap_in, block_copies,
-  then the forward pass.
+- Order of application on the device: released, added, rewrites, drafts, block_appends, bundles, swap_out, swap_in,
+  block_copies, cleaned, then the forward pass.
 """
 
 from __future__ import annotations
@@ -231,6 +231,10 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """(device block, host block), one after the other"""
     swap_in: list[tuple[int, int]] = []
     """(host block, device block), one after the other"""
+    bundles: list[list[int]] = []
+    """blocks that hold a state together from now on, by the first one"""
+    cleaned: list[int] = []
+    """blocks for keys and values that held a state: they become zeros"""
     masked: list[int] = []
     """of `rows`, in order, those whose samples wait for `StepMasks` to say what they may be; they are not unsure, and
     their drafts are the plan's"""

@@ -28,7 +28,8 @@ from engine.config import EngineConfig
 from engine.core.in_process_client import InProcessClient
 from engine.errors import EngineError
 from engine.executor.inline import InlineExecutor
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.placement import ExpertPlacement, balanced, imbalance, write_placement
 from engine.runner.loading import RunnerParts, load_parts
 from engine.runner.model_runner import ModelRunner

@@ -27,7 +27,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache.events import Cleared, KVEvent, Stored
-from engine.layer_groups import Chunk, Window
+from engine.layer_groups import Chunk, State, Window
 
 logger = logging.getLogger(__name__)
 
@@ -257,4 +257,6 @@ def _kind_of(window: Window) -> tuple[str, int | None]:
     """What a layer group keeps, in vLLM's words."""
     if window is None:
         return "full_attention", None
+    if isinstance(window, State):
+        return "mamba", None
     return ("chunked_local_attention", None) if isinstance(window, Chunk) else ("sliding_window", window)

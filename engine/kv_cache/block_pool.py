@@ -1,5 +1,8 @@
 """The pool of fixed-size KV blocks: reference counts, the free list and the prefix index, each operation O(1).
 
+What is larger than a block, a state of recurrent layers, is a *bundle*: several blocks of which the first stands for
+all. It has one reference count and one key; while it is cached, only its first block is in the free list.
+
 The free list is doubly linked through two arrays (no objects, no search), in eviction order: blocks that hold nothing
 are at the front, then cached blocks from the least to the most recently released. A cached block leaves the index only
 when it is handed out again, so everything that is free can still be found until its memory is needed.
@@ -13,6 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from engine.errors import EngineError
 
+NO_BLOCK = -1
+"""stands in tables where nothing is held"""
+
 
 class BlockPool:
     """Blocks 0 .. num_blocks-1. A block is *used* while its reference count is positive, else *free*; a block of
@@ -22,10 +28,11 @@ class BlockPool:
         self,
         num_blocks: int,
         enable_prefix_caching: bool,
-        on_evict: Callable[[bytes, int], None] | None = None,
+        on_evict: Callable[[bytes, list[int], bool], None] | None = None,
         on_lost: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`on_evict` gets the key and the block of what is forgotten because its memory is needed; `on_lost` gets the
+        """`on_evict` gets the key and the blocks of what is forgotten because its memory is needed, and whether they
+        are a bundle; `on_lost` gets the
         key of whatever is forgotten, behind `on_evict`."""
         self.num_blocks = num_blocks
         self._on_evict, self._on_lost = on_evict, on_lost
@@ -34,6 +41,11 @@ class BlockPool:
         self.num_cached_free = 0
         """of the free blocks, those that are still found"""
         self.ref_counts = [0] * num_blocks
+        self._rest: dict[int, list[int]] = {}
+        """the first block of a bundle → its other blocks"""
+        self.unclean: set[int] = set()
+        """blocks that were last part of a bundle: what they hold is no keys and values, and may be NaN if taken for
+        such"""
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         # Entry num_blocks is the sentinel that closes the ring.
@@ -61,10 +73,41 @@ class BlockPool:
         self._next[sentinel], self._prev[after] = after, sentinel
         self.num_free -= 1
         if self._key_of[block] is not None:
-            self.num_cached_free -= 1
+            self.num_cached_free -= self.size_of(block)
             self._evict(block)
+            self._part(block, is_free=True)
         self.ref_counts[block] = 1
         return block
+
+    def allocate_bundle(self, size: int) -> int:
+        """Take as many blocks, of which the first stands for all; as `allocate`."""
+        if size > self.num_free:
+            raise EngineError(f"a bundle of {size} KV blocks is wanted, {self.num_free} are free")
+        first, *rest = [self.allocate() for _ in range(size)]
+        self.unclean.update((first, *rest))
+        self._rest[first] = rest
+        for block in rest:
+            self.ref_counts[block] = 0
+        return first
+
+    def blocks_of(self, first: int) -> list[int]:
+        """All of a bundle, or the one block."""
+        return [first, *self._rest.get(first, ())]
+
+    def is_bundle(self, first: int) -> bool:
+        return first in self._rest
+
+    def size_of(self, first: int) -> int:
+        """How many blocks it stands for."""
+        return 1 + len(self._rest.get(first, ()))
+
+    def _part(self, first: int, *, is_free: bool = False) -> None:
+        """A bundle is none any more: its other blocks hold nothing. `is_free`: they count as free already."""
+        rest = self._rest.pop(first, None)
+        if rest is not None:
+            self.num_free -= len(rest) * is_free
+            for block in reversed(rest):
+                self._link(block, at_front=True)
 
     def _evict(self, block: int) -> None:
         """What is cached in it is forgotten, for its memory is needed."""
@@ -73,41 +116,50 @@ class BlockPool:
             del self._block_of[key]
             self._key_of[block] = None
             if self._on_evict is not None:
-                self._on_evict(key, block)
+                self._on_evict(key, self.blocks_of(block), block in self._rest)
             if self._on_lost is not None:
                 self._on_lost(key)
 
     def acquire(self, block: int) -> None:
         """One more owner; a free (cached) block becomes used again."""
+        if block == NO_BLOCK:
+            return
         if self.ref_counts[block] == 0:
             self._unlink(block)
-            self.num_cached_free -= self._key_of[block] is not None
+            if self._key_of[block] is not None:
+                self.num_cached_free -= self.size_of(block)
         self.ref_counts[block] += 1
 
     def acquire_all(self, blocks: list[int]) -> None:
         """One more owner of each; somebody holds them all."""
         counts = self.ref_counts
         for block in blocks:
-            counts[block] += 1
+            if block != NO_BLOCK:
+                counts[block] += 1
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """`release` of each, in this order."""
         counts = self.ref_counts
         for block in blocks:
-            if counts[block] > 1:
+            if counts[block] > 1 and block != NO_BLOCK:
                 counts[block] -= 1
             else:
                 self.release(block)
 
     def release(self, block: int) -> None:
         """One owner less. The last one makes it free: last to be evicted if cached, first to be handed out if not."""
+        if block == NO_BLOCK:
+            return
         count = self.ref_counts[block] - 1
         if count < 0:
             raise EngineError(f"KV block {block} was released more often than acquired")
         self.ref_counts[block] = count
         if count == 0:
             cached = self._key_of[block] is not None
-            self.num_cached_free += cached
+            if cached:
+                self.num_cached_free += self.size_of(block)
+            elif self._rest:
+                self._part(block)
             self._link(block, at_front=not cached)
 
     def find(self, key: bytes) -> int | None:
@@ -133,8 +185,9 @@ class BlockPool:
             return
         self._key_of[block] = None
         if self.ref_counts[block] == 0:
-            self.num_cached_free -= 1
+            self.num_cached_free -= self.size_of(block)
             self._unlink(block)
+            self._part(block)
             self._link(block, at_front=True)
         if self._on_lost is not None:
             self._on_lost(key)
@@ -151,6 +204,8 @@ class BlockPool:
                 if self._on_lost is not None:
                     self._on_lost(key)
         self.num_cached_free = 0
+        for first in [block for block in self._rest if not self.ref_counts[block]]:
+            self._part(first, is_free=True)
         return forgotten
 
     def free_blocks(self) -> Iterator[int]:
@@ -163,11 +218,11 @@ class BlockPool:
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]
         self._next[before], self._prev[after] = after, before
-        self.num_free -= 1
+        self.num_free -= self.size_of(block)
 
     def _link(self, block: int, at_front: bool) -> None:
         sentinel = self.num_blocks
         before, after = (sentinel, self._next[sentinel]) if at_front else (self._prev[sentinel], sentinel)
         self._prev[block], self._next[block] = before, after
         self._next[before] = self._prev[after] = block
-        self.num_free += 1
+        self.num_free += self.size_of(block)

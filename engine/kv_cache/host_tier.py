@@ -43,30 +43,31 @@ class HostTier:
     def find(self, key: bytes) -> int | None:
         return self.pool.find(key)
 
-    def keep(self, key: bytes, device_block: int) -> None:
-        """A cached block is evicted from the device: cache it here, in the place of what was of no use for longest."""
+    def keep(self, key: bytes, device_blocks: list[int], is_bundle: bool) -> None:
+        """A cached block, or bundle, is evicted from the device: cache it here, in the place of what was of no use for
+        longest."""
         found = self.pool.find(key)
         if found is None:
-            if self.pool.num_free == 0:
+            if self.pool.num_free < len(device_blocks):
                 return
-            found = self.store(device_block, key)
+            found = self.store(device_blocks, key, is_bundle)
         else:
             self.pool.acquire(found)
         self.pool.release(found)
 
-    def store(self, device_block: int, key: bytes | None) -> int:
-        """A new block, held once, that takes what the device's block holds."""
-        block = self.pool.allocate()
+    def store(self, device_blocks: list[int], key: bytes | None, is_bundle: bool) -> int:
+        """A new block or bundle, held once, that takes what the device's blocks hold."""
+        block = self.pool.allocate_bundle(len(device_blocks)) if is_bundle else self.pool.allocate()
         if key is not None and self.pool.register(block, key) and self._events is not None:
             self._events.moved(key, to_host=True)
-        self._out.append((device_block, block))
+        self._out.extend(zip(device_blocks, self.pool.blocks_of(block), strict=True))
         return block
 
-    def load(self, block: int, device_block: int) -> None:
-        """Copy a block that is held or cached to the device; it stays what it is."""
+    def load(self, block: int, device_blocks: list[int]) -> None:
+        """Copy a block or bundle that is held or cached to the device; it stays what it is."""
         self.pool.acquire(block)
         self._read.append(block)
-        self._in.append((block, device_block))
+        self._in.extend(zip(self.pool.blocks_of(block), device_blocks, strict=True))
 
     def take_transfers(self) -> tuple[Transfers, Transfers]:
         """(device to host, host to device) since the last call: they belong to the plan that is told now."""

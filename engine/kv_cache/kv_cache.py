@@ -14,71 +14,14 @@ from collections.abc import Sequence as Tokens
 import msgspec
 
 from engine.errors import ConfigError, EngineError
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_pool import NO_BLOCK, BlockPool
 from engine.kv_cache.events import KVEventLog
 from engine.kv_cache.hash_chain import HashChain, key_of
 from engine.kv_cache.host_tier import HostTier, Transfers
 from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host
-from engine.layer_groups import Window, first_kept, kept_until, most_blocks
-
-
-class SequenceBlocks:
-    """What the cache knows of one sequence. Owned by the sequence, changed only by `KVCache`."""
-
-    __slots__ = (
-        "chain",
-        "counted",
-        "num_registered",
-        "num_tokens",
-        "on_host",
-        "quiet_until",
-        "starts",
-        "tables",
-        "unsure",
-    )
-
-    def __init__(self, num_groups: int, chain: HashChain) -> None:
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        """block table of each layer group; all have the same length"""
-        self.starts = [0] * num_groups
-        """the first entry of each table that is held"""
-        self.on_host = False
-        """the tables name blocks of the host tier"""
-        self.num_tokens = 0
-        """tokens whose KV is written, or will be by a step that is planned"""
-        self.unsure = 0
-        """how many of these are drafts that may be wrong: windows do not move on for them"""
-        self.quiet_until = 0
-        """up to as many tokens an append changes nothing but `num_tokens`: the last block is its own, and no window has
-        moved on by a block"""
-        self.num_registered = 0
-        """leading blocks that went through the prefix index already"""
-        self.chain = chain
-        self.counted = False
-        """this sequence's first look-up is in the statistics"""
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.tables[0])
-
-
-class Growth(msgspec.Struct, frozen=True, gc=False):
-    """What an append changed: block-table entries from ``start`` on, one list per layer group."""
-
-    start: int
-    block_ids: list[list[int]]
-    copies: list[tuple[int, int]]
-    """(source, destination): copy-on-write, before the step that writes"""
-
-    def with_more(self, growth: Growth) -> Growth:
-        """Both, of which the other came right behind."""
-        if self is NO_GROWTH or growth is NO_GROWTH:
-            return self if growth is NO_GROWTH else growth
-        ids = [one + other for one, other in zip(self.block_ids, growth.block_ids, strict=True)]
-        return Growth(self.start, ids, self.copies + growth.copies)
-
-
-NO_GROWTH = Growth(start=0, block_ids=[], copies=[])
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
+from engine.kv_cache.states import States
+from engine.layer_groups import State, Window, first_kept, kept_until, most_blocks, pages_of
 
 
 class KVCacheStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +67,8 @@ class KVCache:
         self.windows = tuple(windows)
         self.slides = any(window is not None for window in windows)
         """some group keeps only a window"""
+        self._sizes = [pages_of(window) for window in windows]
+        self.states = States(self.pool, self.events, windows, block_size)
         self._max_query_len = max_query_len
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -139,29 +84,34 @@ class KVCache:
     def blocks_kept(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` computed tokens hold, over all layer groups, once windows have moved on."""
         count = -(-num_tokens // self.block_size)
-        return sum(count - start for start in self._starts(num_tokens))
+        held = zip(self._starts(num_tokens), self._sizes, strict=True)
+        return sum((count - start) * size for start, size in held)
 
     def blocks_beyond(self, start: int, num_tokens: int) -> int:
         """Of `blocks_for`, those that it takes beside the full blocks of its first ``start`` tokens, which it
         shares."""
         full = start // self.block_size
         new = -(-num_tokens // self.block_size) - full
-        return sum(min(new, self._most(num_tokens, window)) for window in self.windows)
+        sizes = zip(self.windows, self._sizes, strict=True)
+        return sum(min(new * size, self._most(num_tokens, window)) for window, size in sizes)
 
     def blocks_to_start(self, hit: PrefixHit, num_tokens: int) -> int:
         """What a sequence takes from the pool to adopt ``hit`` and compute ``num_tokens`` tokens."""
         new = -(-num_tokens // self.block_size) - hit.num_tokens // self.block_size
         return sum(
-            min(new + free, self._most(num_tokens, window))
-            for window, free in zip(self.windows, hit.num_free, strict=True)
+            min((new + free) * size, self._most(num_tokens, window))
+            for window, size, free in zip(self.windows, self._sizes, hit.num_free, strict=True)
         )
 
     def blocks_to_grow(self, blocks: SequenceBlocks, num_tokens: int) -> int:
         """What the sequence may still take from the pool until ``num_tokens`` tokens are computed."""
         new = max(-(-num_tokens // self.block_size) - blocks.num_blocks, 0)
         held = [blocks.num_blocks - start for start in blocks.starts]
+        for group, _ in self.states.groups:
+            held[group] -= blocks.tables[group][blocks.starts[group] :].count(NO_BLOCK)
         most = [self._most(num_tokens, window) for window in self.windows]
-        return sum(min(new, max(limit - have, 0)) for limit, have in zip(most, held, strict=True))
+        sizes = zip(most, held, self._sizes, strict=True)
+        return sum(min(new * size, max(limit - have * size, 0)) for limit, have, size in sizes)
 
     def _most(self, num_tokens: int, window: Window) -> int:
         return most_blocks(num_tokens, window, self.block_size, self._max_query_len)
@@ -189,7 +139,8 @@ class KVCache:
             self._load(self.host, blocks)
         blocks.starts = hit.starts.copy()
         blocks.num_tokens = hit.num_tokens
-        blocks.num_registered = hit.num_tokens // self.block_size
+        blocks.num_registered = blocks.states_registered = hit.num_tokens // self.block_size
+        blocks.settled = hit.num_tokens
         if not blocks.counted:
             blocks.counted = True
             self._query_tokens += hit.query_tokens
@@ -202,8 +153,8 @@ class KVCache:
         for _, _, block in entries:
             host.pool.acquire(block)
         for table, index, block in entries:
-            table[index] = self.pool.allocate()
-            host.load(block, table[index])
+            table[index] = self.states.take_as(host.pool, block)
+            host.load(block, self.pool.blocks_of(table[index]))
             self.find_as(table[index], host.pool.key_of(block))
             host.pool.release(block)
 
@@ -229,18 +180,25 @@ class KVCache:
         copied: Tokens[list[int]] = ()
         if upto_tokens > blocks.num_tokens and blocks.num_tokens % size:
             copied = self._shared_ends(blocks)
-        if new_entries * len(tables) + len(copied) > pool.num_free:
+        kept = {group: self.states.kept(blocks, state, have, new_entries) for group, state in self.states.groups}
+        need = new_entries * (len(tables) - len(kept)) + sum(pool.size_of(table[-1]) for table in copied)
+        need += sum(self._sizes[group] * sum(entries) for group, entries in kept.items())
+        if need > pool.num_free:
             return None
-        blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
-        copies = []
+        blocks.settled, blocks.num_tokens = blocks.num_tokens, max(blocks.num_tokens, upto_tokens)
+        copies: list[tuple[int, int]] = []
         for table in copied:
-            source, table[-1] = table[-1], pool.allocate()
+            source, table[-1] = table[-1], self.states.take_as(pool, table[-1])
+            copies.extend(zip(pool.blocks_of(source), pool.blocks_of(table[-1]), strict=True))
             pool.release(source)
-            copies.append((source, table[-1]))
-        for table in tables:
-            for _ in range(new_entries):
-                table.append(pool.allocate())
+        for group, table in enumerate(tables):
+            if group in kept:
+                table.extend(self.states.take_bundle(self._sizes[group]) if each else NO_BLOCK for each in kept[group])
+            else:
+                table.extend(self.states.take_block() for _ in range(new_entries))
         blocks.quiet_until = self._quiet_until(blocks) if self.slides else (have + new_entries) * size
+        if kept and new_entries:
+            blocks.quiet_until = blocks.num_tokens  # for the next append registers them
         start = have - 1 if copies else have
         if start == have + new_entries:
             return NO_GROWTH
@@ -260,6 +218,8 @@ class KVCache:
     def _give_back(self, blocks: SequenceBlocks) -> None:
         """What windows went past. Right while steps in flight read it: whoever gets a block writes later."""
         starts = self._starts(blocks.num_tokens - blocks.unsure)
+        for group, _ in self.states.groups:  # what a step has made is still to be registered
+            starts[group] = max(min(starts[group], blocks.states_registered), blocks.starts[group])
         for table, old, new in zip(blocks.tables, blocks.starts, starts, strict=True):
             for block in table[old:new]:
                 self.pool.release(block)
@@ -273,6 +233,8 @@ class KVCache:
         """Whether the source still has what the token after its first ``num_tokens`` sees: no window went past it."""
         count = -(-num_tokens // self.block_size)
         starts = self._starts(num_tokens)
+        if count and any(source.tables[group][count - 1] == NO_BLOCK for group, _ in self.states.groups):
+            return False
         return all(have <= need or need == count for have, need in zip(source.starts, starts, strict=True))
 
     def fork(self, source: SequenceBlocks, num_tokens: int | None = None) -> SequenceBlocks:
@@ -293,6 +255,8 @@ class KVCache:
         source.quiet_until = 0  # its last block may be shared now
         fork.num_tokens = common
         fork.num_registered = min(source.num_registered, full)
+        fork.states_registered = min(source.states_registered, full)
+        fork.settled, fork.borders = min(source.settled, common), source.borders
         fork.counted = True
         return fork
 
@@ -300,14 +264,19 @@ class KVCache:
         """Make the blocks findable that are full and whose tokens are known: up to min(num_tokens, len(tokens)).
 
         May be called as soon as the step that fills them is planned: in every layer a step writes its KV before it
-        reads, and later steps come later on the device, so whoever finds the block reads it filled.
+        reads, and later steps come later on the device, so whoever finds the block reads it filled. A state is read
+        before one is written: those that the latest planned step makes are registered by the next call.
         """
+        if self.states.groups:
+            self.states.register(blocks, tokens)
         pool, first, full = self.pool, blocks.num_registered, min(blocks.num_tokens, len(tokens)) // self.block_size
         if not pool.enable_prefix_caching or full <= first or blocks.on_host:
             return
         blocks.num_registered = full
         digests = blocks.chain.digests_of(full, tokens)
         for group, (table, start) in enumerate(zip(blocks.tables, blocks.starts)):
+            if isinstance(self.windows[group], State):
+                continue
             indexes = range(max(first, start), full)
             new = [index for index in indexes if pool.register(table[index], key_of(digests[index], group))]
             if new and self.events is not None:
@@ -350,6 +319,8 @@ class KVCache:
         blocks.starts = [0] * self.num_groups
         blocks.on_host = False
         blocks.num_tokens = blocks.num_registered = blocks.quiet_until = blocks.unsure = 0
+        blocks.settled = blocks.states_registered = 0
+        blocks.passing = None
 
     def forget(self, blocks: SequenceBlocks, first: int) -> None:
         """Nothing that this sequence computed, its blocks from entry `first` on, is found again: that KV is not to be

@@ -10,7 +10,8 @@ from __future__ import annotations
 import msgspec
 
 from engine.kv_cache.hash_chain import key_of
-from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import SequenceBlocks
 from engine.kv_transfer.interface import Connector
 from engine.kv_transfer.params import KVTransferParams
 

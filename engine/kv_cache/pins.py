@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.errors import InvalidRequestError
-from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import SequenceBlocks
 
 
 class Pins:

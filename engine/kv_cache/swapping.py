@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_pool import NO_BLOCK, BlockPool
 from engine.kv_cache.host_tier import HostTier
-from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import SequenceBlocks
+from engine.layer_groups import State
 
 
 class Leaving(msgspec.Struct, frozen=True):
@@ -25,22 +27,26 @@ def swap_out(kv: KVCache, host: HostTier, group: Sequence[Leaving]) -> bool:
     """Whether the tier had room for all of them; else nothing has changed."""
     sources = {destination: source for one in group for source, destination in one.copies}
     entries = [_held_entries(one, kv.block_size) for one in group]
-    names = {block: kv.pool.key_of(block) for tables in entries for table in tables for block in table}
+    held = (block for tables in entries for table in tables for block in table if block != NO_BLOCK)
+    names = {block: kv.pool.key_of(block) for block in held}
     found = {block: host.find(key) for block, key in names.items() if key is not None}
     new = [block for block in names if found.get(block) is None]
-    cached = sum(block is not None and host.pool.ref_counts[block] == 0 for block in found.values())
-    if not host.room_for(len(new) + cached):
+    cached = [block for block in found.values() if block is not None and host.pool.ref_counts[block] == 0]
+    if not host.room_for(sum(map(kv.pool.size_of, new)) + sum(map(host.pool.size_of, cached))):
         return False
     at = {block: there for block, there in found.items() if there is not None}
     for there in at.values():
         host.pool.acquire(there)
     for block in new:
-        at[block] = host.store(sources.get(block, block), names[block])
+        where = [sources.get(each, each) for each in kv.pool.blocks_of(block)]
+        at[block] = host.store(where, names[block], kv.pool.is_bundle(block))
     for one, tables in zip(group, entries, strict=True):
         _move(one.blocks, tables, at, kv.pool, host.pool)
         one.blocks.on_host = True
         one.blocks.num_tokens = one.num_tokens
         one.blocks.num_registered = min(one.blocks.num_registered, one.num_tokens // kv.block_size)
+        one.blocks.states_registered = min(one.blocks.states_registered, one.num_tokens // kv.block_size)
+        one.blocks.settled = min(one.blocks.settled, one.num_tokens)
     for there in at.values():
         host.pool.release(there)
     return True
@@ -48,7 +54,8 @@ def swap_out(kv: KVCache, host: HostTier, group: Sequence[Leaving]) -> bool:
 
 def blocks_to_swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> int:
     """Blocks that the group takes from the device's pool."""
-    return sum(found is None or kv.pool.ref_counts[found] == 0 for found in _on_device(kv, host, group).values())
+    found = _on_device(kv, host, group).items()
+    return sum(host.pool.size_of(block) for block, there in found if there is None or kv.pool.ref_counts[there] == 0)
 
 
 def blocks_to_go_on(kv: KVCache, host: HostTier, group: Sequence[tuple[SequenceBlocks, int]]) -> int:
@@ -56,7 +63,8 @@ def blocks_to_go_on(kv: KVCache, host: HostTier, group: Sequence[tuple[SequenceB
     each. Each needs its own for a block that is not full."""
     need = blocks_to_swap_in(kv, host, [blocks for blocks, _ in group])
     filling = {table[-1] for blocks, _ in group if blocks.num_tokens % kv.block_size for table in blocks.tables}
-    need += sum(kv.blocks_beyond(blocks.num_tokens, known) for blocks, known in group) - len(filling)
+    need += sum(kv.blocks_beyond(blocks.num_tokens, known) for blocks, known in group)
+    need -= sum(map(host.pool.size_of, filling))
     return min(need, sum(kv.blocks_for(known) for _, known in group))
 
 
@@ -66,15 +74,18 @@ def lost_with(kv: KVCache, group: Sequence[SequenceBlocks]) -> tuple[int, int]:
     counts: dict[int, int] = {}
     deepest: set[int] = set()
     for blocks in group:
-        for table, start in zip(blocks.tables, blocks.starts, strict=True):
+        for table, start, window in zip(blocks.tables, blocks.starts, kv.windows, strict=True):
             for block in table[start:]:
-                counts[block] = counts.get(block, 0) + 1
-            if start == 0:
+                if block != NO_BLOCK:
+                    counts[block] = counts.get(block, 0) + 1
+            if start == 0 and not isinstance(window, State):
                 deepest.update(table)
     alone = {block for block, count in counts.items() if kv.pool.ref_counts[block] == count}
-    groups = max(1, sum(start == 0 for start in group[0].starts))
+    deep = zip(group[0].starts, kv.windows, strict=True)
+    groups = max(1, sum(start == 0 and not isinstance(window, State) for start, window in deep))
     tokens = len(alone & deepest) * kv.block_size // groups
-    return max(tokens, max(blocks.num_tokens for blocks in group) if not deepest else 0), len(alone)
+    lost = max(tokens, max(blocks.num_tokens for blocks in group) if not deepest else 0)
+    return lost, sum(map(kv.pool.size_of, alone))
 
 
 def swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> None:
@@ -85,8 +96,8 @@ def swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> Non
         kv.pool.acquire(there)
     for block in found:
         if block not in at:
-            at[block] = kv.pool.allocate()
-            host.load(block, at[block])
+            at[block] = kv.states.take_as(host.pool, block)
+            host.load(block, kv.pool.blocks_of(at[block]))
             kv.find_as(at[block], host.pool.key_of(block))
     for blocks in group:
         tables = [table[start:] for table, start in zip(blocks.tables, blocks.starts, strict=True)]
@@ -102,7 +113,7 @@ def _on_device(kv: KVCache, host: HostTier, group: Sequence[SequenceBlocks]) -> 
     for blocks in group:
         for table, start in zip(blocks.tables, blocks.starts, strict=True):
             for block in table[start:]:
-                if block not in found:
+                if block not in found and block != NO_BLOCK:
                     key = host.pool.key_of(block)
                     found[block] = None if key is None else kv.pool.find(key)
     return found
@@ -120,7 +131,7 @@ def _move(
     """Let the sequence's tables name, from their starts on, what `at` has for the entries in `tables`; give back the
     old ones."""
     for index, (old, start) in enumerate(zip(blocks.tables, blocks.starts, strict=True)):
-        moved = [at[block] for block in tables[index]]
+        moved = [NO_BLOCK if block == NO_BLOCK else at[block] for block in tables[index]]
         for block in moved:
             there.acquire(block)
         for block in reversed(old[start:]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.kv_cache import Growth, KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import Growth, SequenceBlocks
 
 
 def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Growth:
     """`blocks` gives up its history for all of `source`'s, as `free` and `fork` would. What both have in common is not
     touched, and where both have as many tokens, a partly filled last block of its own is kept for a copy of the
-    source's. Returns what changes where `blocks` was told already."""
+    source's, but where groups keep states. Returns what changes where `blocks` was told already."""
     full, filled = divmod(source.num_tokens, kv.block_size)
     if filled and full and not kv.slides and kv.num_groups == 1 and blocks.num_tokens == source.num_tokens:
         growth = _take_last_full(kv, blocks, source, full)
@@ -16,6 +17,8 @@ def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Gr
             return growth
     in_step = blocks.starts == source.starts
     common, keeps_last = (full if in_step else 0), filled > 0 and in_step and blocks.num_tokens == source.num_tokens
+    if kv.states.groups:
+        keeps_last = False  # a copy is told when `blocks` is next in a step, and the source's state may move on before
     counts = kv.pool.ref_counts
     for own, new, start in zip(blocks.tables, source.tables, blocks.starts):
         # What is in a block depends on all that comes before it: where both hold one, they are alike up to there.
@@ -32,6 +35,8 @@ def take_over(kv: KVCache, blocks: SequenceBlocks, source: SequenceBlocks) -> Gr
         _exchange(kv, blocks, source, common, full if keeps_last else None)
         blocks.chain.become(source.chain, common, full)
     blocks.num_tokens, blocks.num_registered = source.num_tokens, source.num_registered
+    blocks.settled, blocks.states_registered = source.settled, source.states_registered
+    blocks.borders, blocks.passing = source.borders, None
     blocks.quiet_until = source.quiet_until
     blocks.counted = True
     if not keeps_last:

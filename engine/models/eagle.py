@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.models.decoder import AnyLinear, Attend, DecoderLayer
+from engine.models.decoder_layer import AnyLinear, Attend, DecoderLayer
 from engine.models.eagle_spec import NUM_SHOWN, EagleSpec
 from engine.models.layers import NORMS, Linear, RMSNorm
 from engine.models.rope import RopeTable
@@ -19,7 +19,7 @@ class EagleLayer(DecoderLayer):
         super().__init__(spec.layer, layer, dtype, device)
         hidden = spec.layer.hidden_size
         self.hidden_norm = NORMS["rms"](hidden, spec.layer.norm_eps, dtype, device)
-        self.qkv_proj = Linear(2 * hidden, layer.mixer.qkv_size, layer.mixer.qkv_bias, dtype, device)
+        self.qkv_proj = Linear(2 * hidden, layer.attention.qkv_size, layer.attention.qkv_bias, dtype, device)
         self._norm_before_residual = spec.norm_before_residual
 
     def guess(

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from engine.models.decoder import Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import DecoderLayer
 from engine.models.device_packed import StoredExperts
 from engine.models.expert_moves import DividedLayer, ExpertMoves
 from engine.models.experts import Experts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from engine.layer_groups import Chunk, Kept, Window
@@ -31,6 +33,98 @@ class HeadsSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.window if self.chunk is None else Chunk(self.chunk)
 
 
+class ConvFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One layer that keeps a state: a causal convolution of each channel over the last `taps` tokens, itself between
+    two gates (LFM2's)."""
+
+    channels: int
+    taps: int
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What it keeps of a sequence: the convolution's last inputs, in the model's dtype."""
+        return (self.taps - 1) * self.channels * dtype_bytes
+
+
+class DeltaFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One layer that keeps a state: a matrix for each head, and the last inputs of a convolution before it (gated delta
+    nets)."""
+
+    key_heads: int
+    value_heads: int
+    """a multiple of those"""
+    key_dim: int
+    value_dim: int
+    """of a head"""
+    taps: int
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Heads, keys, values."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    def inputs_bytes(self, dtype_bytes: int) -> int:
+        """Of the convolution's last inputs, before the matrices."""
+        return _inputs_bytes(self, dtype_bytes)
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What it keeps of a sequence: inputs in the model's dtype, and float32 matrices."""
+        return self.inputs_bytes(dtype_bytes) + 4 * math.prod(self.matrices)
+
+
+class MambaFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """As `DeltaFacts`, of Mamba 2."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    """of heads, which share keys and queries"""
+    state_size: int
+    """of a key, and of a query"""
+    taps: int
+
+    @property
+    def inner_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: values, keys and queries."""
+        return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """Heads, keys, values."""
+        return self.heads, self.state_size, self.head_dim
+
+    def inputs_bytes(self, dtype_bytes: int) -> int:
+        """Of the convolution's last inputs, before the matrices."""
+        return _inputs_bytes(self, dtype_bytes)
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What it keeps of a sequence: inputs in the model's dtype, and float32 matrices."""
+        return self.inputs_bytes(dtype_bytes) + 4 * math.prod(self.matrices)
+
+
+def _inputs_bytes(facts: DeltaFacts | MambaFacts, dtype_bytes: int) -> int:
+    return -(-(facts.taps - 1) * facts.channels * dtype_bytes // 64) * 64
+
+
+StateFacts = ConvFacts | DeltaFacts | MambaFacts
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     vocab_size: int
@@ -40,6 +134,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """of a token's last state, from which logits are made and prompts pooled"""
     layers: tuple[HeadsSpec, ...]
     """of every layer that attends"""
+    states: tuple[StateFacts, ...] = ()
+    """of every layer that keeps a state"""
     intermediate_size: int
     """of the widest MLP"""
     mlp_values: int
@@ -65,6 +161,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             for layer in self.layers
         )
 
+    def state_sizes(self, dtype_bytes: int) -> list[int]:
+        """Bytes that each layer with a state keeps of a sequence; `dtype_bytes`: of a number of the model's."""
+        return [layer.state_bytes(dtype_bytes) for layer in self.states]
+
     @property
     def num_token_ids(self) -> int:
         """That tokens may come as."""
@@ -72,6 +172,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_layers(self) -> int:
+        """That attend."""
         return len(self.layers)
 
     @property

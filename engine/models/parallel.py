@@ -10,7 +10,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import AnyLinear, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
 from engine.models.experts import Experts
 from engine.models.layers import Embedding, Linear, Norm, RMSNorm, WideRMSNorm
@@ -124,9 +125,9 @@ def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
     for layer, spec in zip(model.layers, whole.layers, strict=True):
         assert isinstance(layer, DecoderLayer)
         replaced: dict[str, nn.Module] = {"o_proj": SummedLinear(layer.o_proj, group)}
-        if spec.mixer.qk_norm == "row":
+        if spec.attention.qk_norm == "row":
             layer.rotation = None
-            replaced |= _row_norms(layer, spec.mixer, shard, group)
+            replaced |= _row_norms(layer, spec.attention, shard, group)
         if layer.down_proj is not None:
             replaced["down_proj"] = SummedLinear(layer.down_proj, group)
         if layer.experts is not None:

@@ -17,7 +17,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.facts import HeadsSpec
 from engine.models.families.rows import Rows
 from engine.models.placement import ExpertPlacement
-from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec
+from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MixerSpec, MlpSpec, StateSpec
 
 _UNITS = (256, 128, 64, 32, 16)
 """inner units that stay together: whole blocks of quantised matrices, and with their gates whole panels"""
@@ -172,6 +172,10 @@ def _with_own_experts(spec: DecoderSpec, shard: Shard) -> Iterator[LayerSpec]:
 
 def _layer(layer: LayerSpec, shard: Shard, own: tuple[int, ...] | None) -> LayerSpec:
     mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
+    if isinstance(mixer, StateSpec):
+        raise UnsupportedModelError("tensor_parallel_size: layers that keep states are not divided yet; use replicas")
+    if mixer.gated:
+        raise UnsupportedModelError("tensor_parallel_size: attention with a gate is not divided yet; use replicas")
     if mixer.num_heads < shard.size:
         raise ConfigError(f"tensor_parallel_size ({shard.size}) exceeds the {mixer.num_heads} heads of a layer")
     mixer = msgspec.structs.replace(
@@ -206,6 +210,8 @@ def _of_layer(layer: LayerSpec, shard: Shard, name: str) -> Taken:
     module = name.partition(".")[0]
     if name in _SUMMED_BIASES:
         return Taken(is_zero=shard.rank > 0)
+    if isinstance(mixer, StateSpec):
+        return Taken()
     if module == "qkv_proj":
         return Taken(_heads(mixer, shard))
     if mixer.qk_norm == "row" and module in ("q_norm", "k_norm"):

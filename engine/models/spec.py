@@ -6,11 +6,12 @@ and a weight-name map; `engine.models.decoder.Decoder` builds the one module fro
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
-from engine.models.facts import HeadsSpec, ModelFacts
+from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, MambaFacts, ModelFacts
 from engine.models.heads import HeadSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
@@ -58,6 +59,8 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
 
     qkv_bias: bool = False
     o_bias: bool = False
+    gated: bool = False
+    """the first matrix makes, before q, k and v, a gate of what the heads find"""
     qk_norm: QkNorm | None = None
     """of the model's kind"""
     qk_weights: bool = True
@@ -77,9 +80,78 @@ class MixerSpec(HeadsSpec, frozen=True, kw_only=True):
         return self.num_kv_heads * self.head_dim if self.shares is None else 0
 
     @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.qkv_size + self.q_size * self.gated
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.q_size
+
+    @property
     def qkv_size(self) -> int:
         """Outputs of the one matrix that makes q, k and v."""
         return self.q_size + (1 if self.values == "normed_keys" else 2) * self.kv_size
+
+
+class ConvSpec(ConvFacts, frozen=True, kw_only=True):
+    """A mixer of tokens: one matrix makes b, c and x of each channel, and another brings c * conv(b * x) together."""
+
+    bias: bool = False
+    """of both matrices and of the convolution"""
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return 3 * self.channels
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.channels
+
+
+class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
+    """A gated delta net: one matrix makes queries, keys and values, a gate of what comes out, how much of each value
+    is taken, and how much of the state is kept; another brings the heads together."""
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.channels + self.value_size + 2 * self.value_heads
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.value_size
+
+
+class MambaSpec(MambaFacts, frozen=True, kw_only=True):
+    """Mamba 2: one matrix makes a gate of what comes out, values, keys and queries, and how much each value counts;
+    another brings the heads together."""
+
+    bias: bool = False
+    """of both matrices"""
+    conv_bias: bool = True
+    amounts: tuple[float, float] = (0.0, math.inf)
+    """between which a value counts"""
+    normed: bool = True
+    """what comes out, in groups, behind the gate"""
+    norm_eps: float = 1e-6
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.inner_size + self.channels + self.heads
+
+    @property
+    def last_size(self) -> int:
+        """Inputs of the last one."""
+        return self.inner_size
+
+
+StateSpec = ConvSpec | DeltaSpec | MambaSpec
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,11 +225,17 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
-    mixer: MixerSpec
+    mixer: MixerSpec | StateSpec
     input_norm: bool = True
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
     experts: ExpertsSpec | None = None
+
+    @property
+    def attention(self) -> MixerSpec:
+        """Of a layer that attends."""
+        assert isinstance(self.mixer, MixerSpec)
+        return self.mixer
 
 
 class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,7 +302,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     def facts(self) -> ModelFacts:
         hidden = self.hidden_size
         outputs = 2 if self.norm_placement == "before" and self.parallel is None else 3
-        mixers = [hidden * (layer.mixer.qkv_size + layer.mixer.q_size) for layer in self.layers]
+        mixers = [hidden * (layer.mixer.first_size + layer.mixer.last_size) for layer in self.layers]
         given, tables = 0, 0
         if self.layer_inputs is not None:
             given = self.num_layers * self.layer_inputs.size
@@ -235,7 +313,8 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=self.vocab_size,
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
-            layers=tuple(layer.mixer for layer in self.layers),
+            layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, MixerSpec)),
+            states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, StateSpec)),
             intermediate_size=max(_widest(layer) for layer in self.layers),
             mlp_values=given
             + max((1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers), 6 * given),
@@ -266,7 +345,7 @@ def _values(layer: LayerSpec, hidden: int) -> int:
 
 def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
     """Of its matrices."""
-    mixer = spec.hidden_size * (layer.mixer.qkv_size + layer.mixer.q_size)
+    mixer = spec.hidden_size * (layer.mixer.first_size + layer.mixer.last_size)
     return mixer + _mlp_weights(layer, spec.hidden_size, all_experts=True)
 
 

@@ -16,7 +16,7 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.layer_groups import LayerGroup
 from engine.models.families.rows import Rows
 from engine.models.sharding import Shard, Span, sharded
-from engine.models.spec import DecoderSpec, layer_weights
+from engine.models.spec import DecoderSpec, MixerSpec, layer_weights
 
 _EMBEDDING, _UNEMBEDDING = "embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -82,7 +82,7 @@ def stage_of(spec: DecoderSpec, stage: Stage, whole: DecoderSpec | None = None) 
     layers = []
     for index in range(own.first, own.end):
         mixer = spec.layers[index].mixer
-        if mixer.shares is not None:
+        if isinstance(mixer, MixerSpec) and mixer.shares is not None:
             if mixer.shares < own.first:
                 raise UnsupportedModelError(
                     f"pipeline_parallel_size ({stage.count}): layer {index} reads the keys of layer {mixer.shares}, "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.layer_groups import Chunk, Window, first_kept
+from engine.layer_groups import Chunk, State, Window, first_kept
 from engine.models.facts import HeadsSpec, ModelFacts
 from engine.observability.step_profile import ATTENTION, LOGITS, MODEL, SAMPLING
 from engine.step import StepPlan
@@ -177,7 +177,7 @@ def _pairs(computed: int, queries: int, window: Window) -> int:
         if isinstance(window, Chunk):
             whole, rest = divmod(position, window.tokens)
             return whole * (window.tokens * (window.tokens + 1) // 2) + rest * (rest + 1) // 2
-        if window is None or position <= window:
+        if window is None or isinstance(window, State) or position <= window:
             return position * (position + 1) // 2
         return window * (window + 1) // 2 + (position - window) * window
 

@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 
-from attention_backends.op import ATTENTION_OP
 from compilation.behind import CompileJob, Swap
 from compilation.counter import CompileCounter
 from compilation.graphs.capture import Capturer
@@ -30,11 +29,11 @@ from engine.cpu_kernels.tape import fuse_native_steps
 from engine.errors import ConfigError, EngineError
 from engine.kv_transfer.memory import KVMemory
 from engine.layer_groups import full_group
-from engine.models.expert_exchange import EXCHANGE_OP
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
 from engine.reports import WarmUpReport
 from engine.runner.batch import BatchBuilder, SentStep, StepBatch, as_known
+from engine.runner.bound_ops import bind, bound_ops, mark, state_caches
 from engine.runner.draft_passes import DraftPasses
 from engine.runner.drafts import draft_proposer
 from engine.runner.graphs import StepGraphs, graph_activation_bytes, graphs_estimate, make_dispatcher
@@ -93,7 +92,8 @@ class ModelRunner:
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
         self._groups, layers = groups_and_layers(config, parts)
         kv_dtype = getattr(torch, config.cache.dtype)
-        self._attention = PagedAttention(parts.backend, layers, kv_dtype, self._groups, parts.context)
+        states = state_caches(parts, self._groups)
+        self._attention = PagedAttention(parts.backend, layers, kv_dtype, self._groups, parts.context, states)
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         self._before = None if parts.stage is None else parts.stage.before
         self._example = example_inputs(parts, _EXAMPLE_TOKENS, device)
@@ -118,7 +118,7 @@ class ModelRunner:
         kept = self._table.size_bytes + self._batches.size_bytes + self._sampler.max_workspace_bytes
         graph_bytes = graphs_estimate(self._dispatcher, self._facts, self._dtype_bytes)
         self.report = load_report(config, parts, self._attention, self._groups, kept, graph_bytes, memory_before)
-        parts.model.set_attention(self._attention.attend)
+        bind(parts.model, self._attention)
         self._step_done.record()
         with self._streams.inputs:
             self._step_done.wait()  # the first copy must not overtake what zeroes the place where it lands
@@ -309,7 +309,7 @@ class ModelRunner:
                 batch = self._batches.build(sent, self._dispatcher.dispatch)
             self._inputs_ready.record()
         self._inputs_ready.wait()
-        self._attention.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
+        self._attention.apply(plan)
         return self._behind_drafts(plan, sent) if self._drafts.proposes or not queued else batch
 
     def _behind_drafts(self, plan: StepPlan, sent: SentStep | None) -> StepBatch | None:
@@ -347,13 +347,11 @@ class ModelRunner:
     def _compile(self, stop: threading.Event | None = None) -> CompiledModel:
         # A twin with the same parts and weights is traced: steps may run the model itself meanwhile.
         twin = copy.copy(compilable(self._model))
-        cast(CausalModel, twin).set_attention(torch.ops.pageloom.attention)
+        mark(cast(CausalModel, twin), self._attention)
         cache_dir, largest = Path(self._config.compile.cache_dir), self._config.scheduler.max_num_batched_tokens
         settings = CompileSettings(mode="pieces", cache_dir=cache_dir, largest_size=largest)
         alone = nullcontext() if self._group is None else self._group.alone()
-        bound: dict[str, Callable[..., object]] = {ATTENTION_OP: self._attention.attend}
-        if self._exchange is not None:
-            bound[EXCHANGE_OP] = self._exchange.compute
+        bound = bound_ops(self._attention, self._exchange)
         with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules), alone:
             return compile_model(
                 twin,
@@ -375,6 +373,8 @@ class ModelRunner:
     def _run_warm_up_plans(self) -> None:
         for plan in warm_up_plans(self._config, len(self._groups)):
             self.execute(plan).wait()
+        if self._attention.states is not None:
+            self._attention.states.clean([0])
 
     def _make_graphs(self, compiled: CompiledModel) -> StepGraphs:
         buffers = self._batches.buffers

@@ -23,6 +23,8 @@ from engine.layer_groups import LayerGroup
 from engine.models.facts import ModelFacts
 from engine.runner.block_copies import independent
 from engine.runner.context import ContextGroup
+from engine.runner.state_caches import StateCaches
+from engine.step import StepPlan
 
 
 def attention_layers(model: ModelFacts, sinks: Sequence[torch.Tensor] = ()) -> list[AttentionLayer]:
@@ -69,13 +71,15 @@ class PagedAttention:
         dtype: torch.dtype,
         groups: Sequence[LayerGroup] | None = None,
         context: ContextGroup | None = None,
+        states: StateCaches | None = None,
     ) -> None:
         """`dtype`: of keys and values in the cache. `groups`: None for one of all layers. `context`: ranks that divide
-        positions; then `layers` are whole, and each rank has a part of every block."""
+        positions; then `layers` are whole, and each rank has a part of every block. `states`: of the last group."""
         groups = groups or [LayerGroup(tuple(i for i, layer in enumerate(layers) if layer.shares is None))]
         self.backend = backend
         self._layers = list(layers)
         self._context = context
+        self.states = states
         self._dtype = dtype
         group_of = {layer: index for index, group in enumerate(groups) for layer in group.layers}
         self._keeper = [layer if each.shares is None else each.shares for layer, each in enumerate(layers)]
@@ -146,6 +150,8 @@ class PagedAttention:
             shape = self._block_shape(layer, block_size)
             blocks = self._kv_caches[cache][:, start : start + math.prod(shape)]
             self._of_layer[layer] = blocks.view(num_blocks, *shape)
+        if self.states is not None:
+            self.states.allocate(self._kv_caches)
 
     @property
     def allocated(self) -> bool:
@@ -162,6 +168,14 @@ class PagedAttention:
         shapes = [self._block_shape(layer, config.cache.block_size) for layer in sorted(self._of_layer)]
         windows = [group.window for group in self._groups]
         return KVMemory(device, host, layout_of(config, self.backend.name, shapes, windows))
+
+    def apply(self, plan: StepPlan) -> None:
+        """What a step's plan says of blocks, before it is computed."""
+        if self.states is not None:
+            self.states.place(plan.bundles)
+        self.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
+        if self.states is not None:
+            self.states.clean(plan.cleaned)
 
     def move_blocks(self, swap_out: Pairs, swap_in: Pairs, copies: Pairs) -> None:
         """To the host, from it, and within the device: (source, destination) in every layer, with the effect of one
@@ -198,6 +212,9 @@ class PagedAttention:
     def begin_step(self, batches: Sequence[AttentionBatch]) -> None:
         """The calls of `attend` that follow belong to these, one for each layer group."""
         self._num_tokens = batches[0].num_tokens
+        if self.states is not None:
+            self.states.begin_step(batches[self.states.group])
+            batches = batches[: self.states.group]
         self._metadata = [self._metadata_of(batch) for batch in batches]
 
     def begin_pass(self, batch: AttentionBatch) -> None:

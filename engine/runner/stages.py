@@ -13,14 +13,14 @@ import torch
 from attention_backends.interface import AttentionLayer
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.layer_groups import LayerGroup, group_layers, with_layers_behind
+from engine.layer_groups import LayerGroup, group_layers, with_layers_behind, with_states
 from engine.observability import step_profile
 from engine.observability.step_profile import StepObserver
 from engine.parallel.stage_link import StateLink
 from engine.runner.batch import StepBatch
 from engine.runner.kernels import InputKernels
 from engine.runner.loading import RunnerParts, device_of
-from engine.runner.paged_attention import attention_layers
+from engine.runner.paged_attention import PagedAttention, attention_layers
 from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.runner.staging import Values
@@ -106,6 +106,10 @@ def groups_and_layers(config: EngineConfig, parts: RunnerParts) -> tuple[tuple[L
     else:
         groups = group_layers(facts.kept, config.model.max_model_len)
     layers = attention_layers(facts, parts.sinks)
+    if facts.states:
+        size = config.cache.block_size
+        page = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), groups).block_bytes(size)
+        groups = with_states(groups, facts.state_sizes(parts.dtype.itemsize), page, size)
     if parts.draft is None:
         return groups, layers
     groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)

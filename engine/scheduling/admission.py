@@ -7,13 +7,13 @@ import time
 
 from engine.config import SchedulerConfig
 from engine.errors import EngineError
-from engine.kv_cache.kv_cache import NO_GROWTH
 from engine.kv_cache.prefix import PrefixHit
+from engine.kv_cache.sequence_blocks import NO_GROWTH
 from engine.kv_cache.swapping import blocks_to_go_on
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.placement import Placement
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.siblings import own_blocks, prefix_limit
+from engine.scheduling.siblings import own_blocks, prefix_limit, start_of
 from engine.scheduling.step_draft import StepDraft
 
 
@@ -131,6 +131,8 @@ class Admission:
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
         self._kv.adopt(seq.blocks, hit)
+        forks = (start_of(follower, seq, self._kv.block_size) for follower in seq.followers)
+        self._kv.states.wanted(seq.blocks, seq.prompt_len, forks)
         self._held.let_go_of_landed(seq)
         self._waiting.pop()
         if seq.cached_tokens is None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.leases import Leases
 from engine.kv_cache.pins import Pins
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.kv_cache.swapping import swap_in
 from engine.scheduling.failures import Failures
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
@@ -81,6 +82,7 @@ class Holdings:
             seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
             if not swapped:
                 with self.failures.isolate(seq):
+                    self.kv.states.settle(seq.blocks)
                     self.make_findable(seq)
                     self.kv.free(seq.blocks)
         if latest.group is not None:
@@ -187,6 +189,7 @@ class Holdings:
         if before is Status.RUNNING:
             self.rows.leave(seq)
             if findable:
+                self.kv.states.settle(seq.blocks)
                 self.make_findable(seq)
         elif before is Status.WAITING:
             self.waiting.discard()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.siblings import is_twin, start_of
@@ -23,7 +23,7 @@ class Placement:
         computed, unsure = int(rows.computed[seq.row]), int(rows.unsure[seq.row])
         samples = rows.advance(seq, query_len)
         draft.add(seq, ScheduledRow(seq.row, computed, query_len, samples, unsure), may_fork)
-        if growth is not NO_GROWTH or query_len > 1:
+        if growth is not NO_GROWTH or query_len > 1 or self._kv.states.groups:
             self._held.make_findable(seq)
         if seq.pin is not None:
             self._held.pins.keep(seq.pin, seq.blocks, seq.prompt_len, computed + query_len)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.config import Preemption
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.kv_cache.swapping import Leaving, lost_with, swap_out
 from engine.scheduling.sequence import Sequence as Seq
 from engine.step_costs import StepCosts

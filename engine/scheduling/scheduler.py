@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, CoreStats, Delta, SequenceDelta
 from engine.grammars.interface import Grammars
-from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.leases import Leases
+from engine.kv_cache.sequence_blocks import Growth
 from engine.kv_transfer.interface import Connector, LeaseEnded, News
 from engine.scheduling.admission import Admission
 from engine.scheduling.arrivals import Arrivals
@@ -137,7 +138,9 @@ class Scheduler:
             draft.drop()  # what was to start has failed, or those that had a share gave way to those of another step
             if not preempted or self._steps:
                 return None
-        plan = draft.plan(self._num_steps, step, self._rows.take_released(), self._kv.take_transfers())
+        transfers = self._kv.take_transfers()
+        bundles = self._kv.states.told([*draft.copies, *transfers[1]])
+        plan = draft.plan(self._num_steps, step, self._rows.take_released(), transfers, bundles)
         self._steps.push(self._num_steps, step)
         self._num_steps += 1
         return plan

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, SequenceBlocks
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
 from engine.step import RowParams, TokenLogprobs
 
 if TYPE_CHECKING:

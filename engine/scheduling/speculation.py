@@ -36,13 +36,15 @@ class Speculation:
     def __init__(self, held: Holdings, config: SpeculationConfig, max_drafts: int, costs: StepCosts) -> None:
         """`max_drafts`: of one step."""
         self._held, self._rows = held, held.rows
-        self._config, self._most = config, config.num_speculative_tokens
+        self._config = config
+        self._most = 0 if held.kv.states.groups else config.num_speculative_tokens
+        """a state that has taken wrong drafts in cannot go back, so sequences with states have none"""
         self._proposes = config.method is not None
         self._max_drafts = max_drafts
         self._costs = costs
         self.drafts = self.drafted = self.accepted = 0
         """since the start"""
-        self.accepted_at = [0] * self._most
+        self.accepted_at = [0] * config.num_speculative_tokens
         """drafts that were right, by their position"""
 
     def choose(self, budget: int, prompts_wait: bool) -> None:

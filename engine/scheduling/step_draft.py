@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine.kv_cache.host_tier import Transfers
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.steps_in_flight import PlannedStep
@@ -35,7 +35,7 @@ class StepDraft:
         self._rewrites: list[Write] = []
         self._drafts: list[Write] = []
         self._appends: list[Write] = []
-        self._copies: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
 
     def give_back(self, victims: list[Sequence]) -> None:
         """They were preempted; what they had of this step, others may have."""
@@ -68,7 +68,7 @@ class StepDraft:
         """What the device has to know of the sequence before it computes."""
         if seq.new_row:
             self.start_row(seq)
-            self._copies.extend(growth.copies)
+            self.copies.extend(growth.copies)
             return
         start = seq.rewrite_from
         if start is not None:
@@ -93,7 +93,7 @@ class StepDraft:
             if ids:
                 self._appends.append(Write(group, row, growth.start, ids))
         if growth.copies:
-            self._copies.extend(growth.copies)
+            self.copies.extend(growth.copies)
 
     def planned(self) -> PlannedStep:
         """Decode rows first."""
@@ -113,9 +113,15 @@ class StepDraft:
         return PlannedStep(Rows(columns), owners, self._rows.entries[self.plain], masked)
 
     def plan(
-        self, step_id: int, step: PlannedStep, released: list[int], transfers: tuple[Transfers, Transfers]
+        self,
+        step_id: int,
+        step: PlannedStep,
+        released: list[int],
+        transfers: tuple[Transfers, Transfers],
+        bundles: tuple[list[list[int]], list[int]],
     ) -> StepPlan:
-        """`step`: of this draft. `transfers`: to the host tier, and from it."""
+        """`step`: of this draft. `transfers`: to the host tier, and from it. `bundles`: new ones, and blocks to
+        clean."""
         return StepPlan(
             step_id=step_id,
             rows=step.rows,
@@ -124,8 +130,10 @@ class StepDraft:
             rewrites=Writes.of(self._rewrites),
             drafts=Writes.of(self._drafts),
             block_appends=Writes.of(self._appends),
-            block_copies=self._copies,
+            block_copies=self.copies,
             swap_out=transfers[0],
             swap_in=transfers[1],
+            bundles=bundles[0],
+            cleaned=bundles[1],
             masked=step.masked,
         )

@@ -90,6 +90,12 @@ def _order(row: Rows) -> torch.Tensor:
     rows = torch.arange(row.count)
     if row.stored == "heads of qkv":
         return rows.view(row.heads, 3, -1).transpose(0, 1).flatten()
+    if row.stored == "gates in heads":
+        return rows.view(row.heads, 2, -1).transpose(0, 1).flip(0).flatten()
+    if row.stored == "delta in heads":
+        heads = rows.view(row.heads, -1)
+        rest = (heads.size(1) - 2 * row.paired) // 2
+        return torch.cat([each.flatten() for each in torch.split(heads, [row.paired, row.paired, rest, rest], dim=1)])
     if row.stored == "in turns":
         return rows.view(-1, 2).T.flatten()
     heads = rows.view(row.heads, -1)

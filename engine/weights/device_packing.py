@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from engine.cpu_kernels.formats import Format, device_packable
-from engine.models.decoder import AnyLinear, Decoder
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import AnyLinear
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
 from engine.models.expert_op import route
 from engine.models.experts import Experts, Router, kernel_gate

@@ -89,5 +89,5 @@ def _pack(head: EagleHead, packer: Packer) -> None:
         layer = getattr(owner, name)
         assert isinstance(layer, Linear)
         setattr(owner, name, packer.pack_linear(layer, [], None))
-    mixer = head.spec.layer.layers[0].mixer
+    mixer = head.spec.layer.layers[0].attention
     head.layer.rotation = HeadRotation(packer.ops, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)

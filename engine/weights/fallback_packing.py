@@ -29,7 +29,7 @@ from engine.weights.source import Part
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from engine.models.decoder import AnyLinear
+    from engine.models.decoder_layer import AnyLinear
     from engine.weights.device_packing import DevicePacker
     from engine.weights.packing import Packer
 

@@ -25,7 +25,7 @@ from engine.models.heads import head_rows
 from engine.models.layers import Linear
 from engine.models.rope import RopeTable
 from engine.models.sharding import Shard, shard_rows
-from engine.models.spec import DecoderSpec
+from engine.models.spec import DecoderSpec, MixerSpec
 from engine.models.stages import Stage, stage_rows
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     AnyPacker = Packer | DevicePacker
 
 _COMPUTED = (".rotary_emb.inv_freq",)
+_STACKED = ".experts.gate_up_proj"
 _EMBEDDING = "embed_tokens.weight"
 _DUMMY_STD = 0.02
 _NAMES_SHOWN = 5
@@ -84,6 +85,8 @@ def load_weights(
             if description.quantized is not None:
                 source = QuantizedSource(source, description.quantized)
         with source, torch.no_grad():
+            if family.stacked_rows is not None and any(name.endswith(_STACKED) for name in source.shapes()):
+                rows = _rows_of(spec, family.stacked_rows)
             rows = of_all = _as_named(rows, family, source)
             left_out = _left_out(family, spec)
             if stage is not None:
@@ -108,13 +111,14 @@ def _rows_of(spec: DecoderSpec, names: Callable[[DecoderSpec], dict[str, Rows]])
 def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
     """Names of a checkpoint that are not read. Layers that read others' keys may have been trained with their own."""
     endings = [f"{re.escape(ending)}$" for ending in family.ignored]
-    sharing = [str(index) for index, layer in enumerate(spec.layers) if layer.mixer.shares is not None]
+    mixers = enumerate(layer.mixer for layer in spec.layers)
+    sharing = [str(index) for index, mixer in mixers if isinstance(mixer, MixerSpec) and mixer.shares is not None]
     if sharing:
         theirs = r"(self_attn\.(k_proj|v_proj|k_norm|v_norm)|attn_(k|v|k_norm))"
         endings.append(rf"(layers|blk)\.({'|'.join(sharing)})\.{theirs}\.")
     if family.predicts_more:
         model = re.escape(family.prefix)
-        endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers)\.")
+        endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers|mtp)\.")
     if family.wrapper is not None:
         endings += [f"^{re.escape(prefix)}" for prefix in family.wrapper.others]
     return re.compile("|".join(endings) if endings else "$^")

@@ -17,7 +17,8 @@ from engine.cpu_kernels.experts import ExpertWeights, expert_biases
 from engine.cpu_kernels.formats import PANEL, Format, packable
 from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16, pack_float32
 from engine.cpu_kernels.quantize import PACK_DENSE, pack_blocks
-from engine.models.decoder import AnyLinear, Decoder, DecoderLayer
+from engine.models.decoder import Decoder
+from engine.models.decoder_layer import AnyLinear, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.experts import Experts, Router
 from engine.models.layers import Embedding, Linear, RMSNorm
@@ -135,7 +136,7 @@ class Packer(RowsPacker):
         """RoPE and the norms of heads by the operator that does both, and so the norms that stand alone."""
         for layer, spec in zip(model.layers, model.spec.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
-            if _turns_natively(spec.mixer, layer):
+            if isinstance(spec.mixer, MixerSpec) and _turns_natively(spec.mixer, layer):
                 heads = (spec.mixer.num_heads, spec.mixer.num_kv_heads, spec.mixer.head_dim)
                 layer.rotation = HeadRotation(self._ops, *heads, spec.mixer.qk_norm)
             gate, first, second = layer.beside_gate, layer.gate_up_proj, layer.down_proj

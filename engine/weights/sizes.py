@@ -22,7 +22,7 @@ from engine.cpu_kernels.formats import (
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
 from engine.models.quantization import StoredFormat
-from engine.models.spec import DecoderSpec
+from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, MambaSpec, MixerSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.stored_matrices import WHOLE_NUMBERS, Kind, StoredMatrix, stored_matrices
 
@@ -120,8 +120,8 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
     """(how many, outputs, inputs) of all but the tables."""
     hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
     for layer in spec.layers:
-        yield 1, layer.mixer.qkv_size, hidden
-        yield 1, hidden, layer.mixer.q_size
+        yield 1, layer.mixer.first_size, hidden
+        yield 1, hidden, layer.mixer.last_size
         if layer.mlp is not None:
             yield 1, layer.mlp.first_size, hidden
             yield 1, hidden, layer.mlp.intermediate_size
@@ -151,7 +151,7 @@ def _norm_values(spec: DecoderSpec) -> int:
     norms = spec.num_layers * of_layer + spec.final_norm
     of_heads = 0
     for mixer in (layer.mixer for layer in spec.layers):
-        if mixer.qk_norm is not None:
+        if isinstance(mixer, MixerSpec) and mixer.qk_norm is not None:
             of_heads += (
                 mixer.q_size + mixer.kv_size
                 if mixer.qk_norm == "row"
@@ -172,7 +172,15 @@ def _vector_values(spec: DecoderSpec) -> int:
         values += spec.layer_inputs.vocab_size * spec.num_layers * spec.layer_inputs.size
     for layer in spec.layers:
         mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
-        values += mixer.qkv_size * mixer.qkv_bias + hidden * mixer.o_bias
+        if isinstance(mixer, ConvSpec):
+            values += mixer.channels * mixer.taps + (4 * mixer.channels + hidden) * mixer.bias
+        elif isinstance(mixer, DeltaSpec):
+            values += mixer.channels * mixer.taps + mixer.value_dim
+        elif isinstance(mixer, MambaSpec):
+            values += mixer.channels * (mixer.taps + mixer.conv_bias) + mixer.inner_size * mixer.normed
+            values += (mixer.first_size + hidden) * mixer.bias
+        else:
+            values += mixer.first_size * mixer.qkv_bias + hidden * mixer.o_bias
         if mlp is not None:
             values += (mlp.first_size + hidden) * mlp.bias + 2 * (mlp.activation == "xielu")
         if experts is not None:
@@ -189,7 +197,12 @@ def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
     packed = 0
     values = 0 if spec.head is None else head_values(spec.head, spec.hidden_size)
     for layer in spec.layers:
-        values += layer.mixer.num_heads * layer.mixer.sinks
+        if isinstance(layer.mixer, MixerSpec):
+            values += layer.mixer.num_heads * layer.mixer.sinks
+        if isinstance(layer.mixer, DeltaSpec):
+            values += 2 * layer.mixer.value_heads
+        if isinstance(layer.mixer, MambaSpec):
+            values += 3 * layer.mixer.heads
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
             values += count * (router.correction + router.expert_scales + (layer.experts.own is not None))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.cpu_kernels.linear import LinearOps
-from engine.models.decoder import _rotate
+from engine.models.decoder_layer import _rotate
 from engine.models.layers import RMSNorm, WideRMSNorm
 from engine.models.packed import HeadRotation, RowNorm
 

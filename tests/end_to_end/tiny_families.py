@@ -56,7 +56,8 @@ def save_tiny(family: str, path: Path, **changes: Any) -> torch.nn.Module:
     """Write the model and a byte-level tokenizer to `path`; return transformers' module in float32."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **TINY_FAMILIES.get(family, {}), **changes})
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = kind(**{**_SHAPE, **TINY_FAMILIES.get(family, {}), **changes})
     torch.manual_seed(11)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     model.save_pretrained(path)  # type: ignore[operator]  # transformers' module

@@ -17,7 +17,7 @@ from engine.models.description import ModelDescription, describe
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import ExpertsSpec, RouterSpec
 from engine.parallel_config import EplbConfig
-from engine.parallel_settings import check_library
+from engine.parallel_settings import check_model
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_ranks_that_have_no_part_are_refused_before_anything_is_loaded(model: Mo
     on_gpus = _resolve(model, H100, H100, tensor_parallel_size=2)
     assert on_gpus.device.kind == "cuda"
     with pytest.raises(UnsupportedModelError, match="only CPUs compute parts"):
-        check_library(on_gpus, of_library)
+        check_model(on_gpus, of_library)
     with pytest.raises(ConfigError, match=r"needs a GPU, which makes 4, and there are 3"):
         _resolve(model, H100, H100, H100, tensor_parallel_size=2, data_parallel_size=2)
     with pytest.raises(ConfigError, match="stages compute on CPUs only"):

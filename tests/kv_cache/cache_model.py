@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.prefix import host_block, is_on_host
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
 from engine.layer_groups import Chunk, Window
 
 WINDOWS = st.none() | st.integers(1, 5) | st.builds(Chunk, st.integers(1, 6))

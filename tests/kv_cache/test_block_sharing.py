@@ -7,7 +7,8 @@ import pytest
 from engine.errors import ConfigError, EngineError
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.hash_chain import HashChain
-from engine.kv_cache.kv_cache import NO_GROWTH, KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import NO_GROWTH, SequenceBlocks
 
 
 def filled(kv: KVCache, tokens: list[int], salt: str | None = None) -> SequenceBlocks:

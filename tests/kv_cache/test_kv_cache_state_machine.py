@@ -1,5 +1,4 @@
-"""Random histories of open, match, append, fork, free, preempt, swap, forget and reset against a model of plain lists
-and dicts, with a host tier and without one."""
+"""Random histories of what a KV cache does against a model of plain lists and dicts, with a host tier or without."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 
-from engine.kv_cache.kv_cache import Growth, KVCache
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.prefix import is_on_host
 from engine.kv_cache.swapping import Leaving, blocks_to_swap_in, swap_in, swap_out
 from engine.kv_cache.take_over import take_over
@@ -216,7 +216,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not seq.on_host and (then != "append" or not self.append_to(seq, [1], known=False)):
             self.end(seq)
         elif not seq.on_host:
-            seq.growth = Growth(seq.growth.start, seq.growth.block_ids, [*copies, *seq.growth.copies])
+            seq.growth = replace(seq.growth, copies=[*copies, *seq.growth.copies])
 
     @rule(pick=picks, tokens=tails, wrong=st.integers(0, MAX_QUERY_LEN), swaps=st.booleans())
     def trim(self, pick: int, tokens: list[int], wrong: int, swaps: bool) -> None:

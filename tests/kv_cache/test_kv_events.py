@@ -12,7 +12,8 @@ from test_kv_cache_state_machine import FEW, KVCacheMachine
 
 from engine.core.kv_reports import digests_of
 from engine.kv_cache.events import Cleared, KVEvent, Removed, Stored
-from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import SequenceBlocks
 from engine.kv_cache.swapping import Leaving, swap_in, swap_out
 
 TOLD = ("stored on the host", "cleared", "several blocks in one event", "of other groups")

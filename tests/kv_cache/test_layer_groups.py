@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import SequenceBlocks
 from engine.layer_groups import Chunk, Kept, LayerGroup, Window, group_layers, most_blocks, with_layers_behind
 
 LENGTH = 32768

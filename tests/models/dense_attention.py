@@ -9,6 +9,7 @@ import torch
 from engine.models.decoder import Decoder
 from engine.models.facts import ModelFacts
 from engine.models.spec import DecoderSpec
+from engine.models.state_layers import Segment, StateStep
 
 
 class DenseAttention:
@@ -49,9 +50,43 @@ class DenseAttention:
         out.copy_(torch.einsum("hqk,khd->qhd", weights, values.float()))
 
 
+class DenseStates:
+    """Keeps the state of each layer of one sequence, for `Decoder.set_mixing`."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.layers = model.mixing
+        sizes = [layer.facts.state_bytes(model.dtype.itemsize) for layer in self.layers]
+        self.states = [torch.zeros(1, size, dtype=torch.uint8) for size in sizes]
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+        self.layers[layer](x, out, _OneState(self, layer, len(x), self.layers[layer].facts.taps - 1))
+
+
+class _OneState:
+    def __init__(self, states: DenseStates, layer: int, tokens: int, before: int) -> None:
+        self._states, self._layer = states, layer
+        one, whole = torch.zeros(1, dtype=torch.int64), [Segment(0, 0, tokens, 0)]
+        own = torch.arange(before, before + tokens)
+        last = torch.arange(tokens, tokens + before)[None]
+        single = torch.zeros(3, int(tokens == 1), dtype=torch.int64)
+        past = torch.arange(before)[None]
+        self.step = StateStep(one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [])
+
+    def read(self) -> torch.Tensor:
+        return self._states.states[self._layer].clone()
+
+    def write(self, states: torch.Tensor) -> None:
+        self._states.states[self._layer] = states
+
+
+def _bind(model: Decoder) -> None:
+    model.set_attention(DenseAttention(model.spec, model.sinks))
+    model.set_mixing(DenseStates(model))
+
+
 def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()) -> torch.Tensor:
     """float32 [len(token_ids), vocab_size]; the prompt is fed in pieces of the given sizes, then the rest at once."""
-    model.set_attention(DenseAttention(model.spec, model.sinks))
+    _bind(model)
     ids, at, parts = torch.tensor(token_ids), 0, []
     for size in (*chunks, len(token_ids) - sum(chunks)):
         parts.append(model.compute_logits(model(ids[at : at + size], torch.arange(at, at + size))))
@@ -60,7 +95,7 @@ def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()
 
 
 def greedy(model: Decoder, prompt: list[int], num_tokens: int) -> list[int]:
-    model.set_attention(DenseAttention(model.spec, model.sinks))
+    _bind(model)
     ids, at, tokens = prompt, 0, []
     for _ in range(num_tokens):
         hidden = model(torch.tensor(ids), torch.arange(at, at + len(ids)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_hybrids import hybrids
 from tiny_mixtures import mixtures
 from transformers import (
     ApertusConfig,
@@ -289,12 +290,14 @@ CASES: dict[str, Any] = {
 }
 CASES |= mixtures(SHAPE, GRANITE_NUMBERS, YARN)
 MIXTURES = (*mixtures(SHAPE, GRANITE_NUMBERS, YARN), "gemma4_mixture", "gemma4")
+STATEFUL: dict[str, Any] = hybrids(SHAPE, GRANITE_NUMBERS)
+"""of layers that keep states"""
 
 
 def make_model(case: str) -> PreTrainedModel:
     """In float32, eager attention; biases and norm weights are random too, so that a forgotten one shows."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CASES[case](), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config((CASES | STATEFUL)[case](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")):
@@ -302,7 +305,7 @@ def make_model(case: str) -> PreTrainedModel:
             elif "norm" in name or ".ln_" in name or name.endswith("scale"):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.3)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

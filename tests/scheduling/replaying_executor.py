@@ -2,23 +2,23 @@
 
 Every KV slot stores the digest of all tokens up to its position, as the row that wrote it knew them. A sampled token
 is a function of the slots that the row's block tables name, read after all rows have written, as in a layer of a real
-step: a layer group with a window gives the last slots, and what it has must be what those without one have. `generate`
-is the oracle: the same function over the sequence's own tokens, without blocks, batches or steps.
+step: a layer group with a window gives the last slots, and what it has must be what those without one have. `toy_model`
+has the oracle.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
 import numpy as np
-from toy_grammars import VOCAB, allowed, length_of
+from states_on_device import StatesOnDevice
+from toy_grammars import VOCAB
+from toy_model import POISON, candidates, digests, sample
 
-from engine.beam_search import BeamSearch, Hypothesis
-from engine.core.wire import BeamParams
-from engine.layer_groups import first_kept
+from engine.layer_groups import State, Window, first_kept
 from engine.step import (
     Pooling,
     RowLogprobs,
@@ -33,84 +33,6 @@ from engine.step import (
     decode_result,
     encode_step,
 )
-
-POISON = 10_000
-"""A token of a prompt that makes every logit from its position on NaN."""
-_MASK = (1 << 61) - 1
-
-
-def _mix(state: int, value: int) -> int:
-    return (state * 6364136223846793005 + value * 1442695040888963407 + 97) & _MASK
-
-
-def digests(tokens: list[int]) -> list[int]:
-    out, state = [], 7
-    for token in tokens:
-        state = _mix(state, token)
-        out.append(state)
-    return out
-
-
-def sample(slots: list[int], seed: int, may: Collection[int] = range(VOCAB)) -> int:
-    """The first of those that it `may` be, from a token on that what the slots hold decides."""
-    state = 3 + seed
-    for slot in slots:
-        state = _mix(state, slot)
-    return next(token for step in range(VOCAB) if (token := ((state >> 17) + step) % VOCAB) in may)
-
-
-def candidates(slots: list[int], count: int, may: Collection[int] = range(VOCAB)) -> TokenLogprobs:
-    """The likeliest tokens after what the slots hold, best first, behind the one that is sampled: mostly the best."""
-    state = 5
-    for slot in slots:
-        state = _mix(state, slot)
-    scores = [(token, -1 - (_mix(state, token) >> 20) % 997 / 100) for token in range(VOCAB) if token in may]
-    best = sorted(scores, key=lambda one: -one[1])[:count]
-    tokens, logprobs = zip(best[-1 if state % 7 == 0 else 0], *best)
-    return TokenLogprobs(token_ids=list(tokens), logprobs=list(logprobs), rank=1)
-
-
-def _may(grammar: str | None, count: int) -> Collection[int]:
-    return range(VOCAB) if grammar is None else allowed(grammar, count)
-
-
-def search(
-    prompt: list[int], max_total: int, stop: set[int], beams: BeamParams, grammar: str | None = None
-) -> list[Hypothesis]:
-    """Unbatched beam search."""
-    found = BeamSearch(beams, frozenset(stop), max_total - len(prompt))
-    texts: list[list[int]] = [[]]
-    while True:
-        may = _may(grammar, len(texts[0]))
-        brought = [candidates(digests(prompt + text), found.num_candidates, may) for text in texts]
-        choices = found.advance(brought, texts.__getitem__)
-        if choices is None:
-            return found.finished
-        texts = [[*texts[parent], token] for parent, token in choices]
-
-
-def generate(
-    prompt: list[int],
-    max_total: int,
-    stop: set[int],
-    min_tokens: int = 0,
-    seed: int = 0,
-    grammar: str | None = None,
-) -> tuple[list[int], str]:
-    """Unbatched: (generated tokens, finish reason)."""
-    tokens = list(prompt)
-    while True:
-        if POISON in tokens:
-            return tokens[len(prompt) :], "error"
-        token = sample(digests(tokens), seed, _may(grammar, len(tokens) - len(prompt)))
-        counted = len(tokens) - len(prompt) >= min_tokens
-        tokens.append(token)
-        if token in stop and counted:
-            return tokens[len(prompt) :], "stop"
-        if grammar is not None and len(tokens) - len(prompt) == length_of(grammar) > 0:
-            return tokens[len(prompt) :], "stop"
-        if len(tokens) >= max_total:
-            return tokens[len(prompt) :], "length"
 
 
 @dataclass
@@ -139,7 +61,7 @@ class ReplayingExecutor:
         num_rows: int,
         budget: int,
         max_model_len: int,
-        windows: Sequence[int | None] = (None,),
+        windows: Sequence[Window] = (None,),
         num_host_blocks: int = 0,
         max_sampled: int = 1000,
         pads: bool = False,
@@ -158,6 +80,7 @@ class ReplayingExecutor:
         self.some_failed = False
         """requests have ended amid planning: their rows are not told everything, and not in the step either"""
         self.expected_step = 0
+        self.states = StatesOnDevice(windows, block_size)
 
     def submit(self, plan: StepPlan) -> None:
         told, plan = plan, decode_plan(encode_step(plan))
@@ -186,10 +109,8 @@ class ReplayingExecutor:
         for row in rows:
             state = self.rows[row.row]
             state.next_position, state.end = row.computed, row.computed + row.query_len
-        for row in rows:
-            self._write(row, rows)
-        tokens, prompt_logprobs, logprobs, pooled, faults = [], {}, {}, [], []
-        counts, drafted = [], []
+        self._write_all(rows, rows[:: -1 if plan.step_id % 2 else 1])
+        tokens, prompt_logprobs, logprobs, pooled, faults, counts, drafted = [], {}, {}, [], [], [], []
         for index, row in enumerate(rows):
             state = self.rows[row.row]
             state.next_position = row.computed + row.query_len
@@ -238,6 +159,11 @@ class ReplayingExecutor:
                 faults=faults,
             )
         )
+
+    def _known(self, row: ScheduledRow) -> list[int]:
+        """Digests of its past with the step's tokens."""
+        tokens = self.rows[row.row].tokens
+        return digests([tokens[position] for position in range(row.computed + row.query_len)])
 
     def _settled(self, row: ScheduledRow, given: bool) -> ScheduledRow:
         """Where it really starts, with as many drafts as there are."""
@@ -322,12 +248,21 @@ class ReplayingExecutor:
         for new in plan.added:  # where a row begins that is not computed in this step: behind whole blocks
             state = self.rows[new.row]
             state.next_position = state.end = len(state.tables[0]) * self.block_size
+        self.states.bundles |= {blocks[0]: blocks for blocks in plan.bundles}
         for source, destination in plan.swap_out:
             self.host_slots[destination] = list(self.slots[source])
         for source, destination in plan.swap_in:
             self.slots[destination] = list(self.host_slots[source])
         for source, destination in plan.block_copies:
             self.slots[destination] = list(self.slots[source])
+        for block in plan.cleaned:
+            self.slots[block] = [None] * self.block_size
+
+    def _write_all(self, rows: list[ScheduledRow], mixed: list[ScheduledRow]) -> None:
+        for row in rows:
+            self._write(row, rows)
+        for row in mixed:
+            self.states.mix(self.slots, self.rows[row.row].tables, row, self._known(row))
 
     def _write(self, row: ScheduledRow, rows: list[ScheduledRow]) -> None:
         state = self.rows[row.row]
@@ -339,8 +274,9 @@ class ReplayingExecutor:
             assert waste < self.block_size or state.drafted, "more than one block of waste"
         assert end < self.max_model_len + (not row.samples), "a sampled token would not fit the row"
         planned = {other.row for other in rows}
-        known = digests([state.tokens[position] for position in range(end)])
-        for group, position in product(range(len(self.windows)), range(row.computed, end)):
+        known = self._known(row)
+        keeps = [group for group, window in enumerate(self.windows) if not isinstance(window, State)]
+        for group, position in product(keeps, range(row.computed, end)):
             index, offset = divmod(position, self.block_size)
             block = state.tables[group][index]
             # Who shares a block that is being filled reads it in this very step, so the step must fill it to its end.
@@ -351,6 +287,7 @@ class ReplayingExecutor:
             readers = [other for number, other in self.rows.items() if number not in forks | away]
             shared = sum(block in self._seen(other) for other in readers) > 1
             assert not shared or end >= (index + 1) * self.block_size, "a write to a shared block"
+            assert len(self.slots[block]) == self.block_size, "keys and values lie over what is left of a state"
             self.slots[block][offset] = known[position]
 
     def _seen(self, state: _Row) -> list[int]:
@@ -364,9 +301,11 @@ class ReplayingExecutor:
 
     def _read(self, state: _Row, row: ScheduledRow) -> list[int]:
         end = row.computed + row.query_len
-        known = digests([state.tokens[position] for position in range(end)])
+        known = self._known(row)
         for table, window in zip(state.tables, self.windows, strict=True):
-            for position in range(first_kept(row.computed - (row.query_len == 0), window), end):
+            for position in (
+                () if isinstance(window, State) else range(first_kept(row.computed - (row.query_len == 0), window), end)
+            ):
                 slot = self.slots[table[position // self.block_size]][position % self.block_size]
                 assert slot == known[position], "a row reads KV of other tokens, or that nobody wrote"
         return known

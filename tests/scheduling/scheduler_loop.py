@@ -13,6 +13,7 @@ from engine.core.wire import AddRequest, BeamParams, Delta, Follower, SequenceDe
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_transfer.interface import Connector
 from engine.kv_transfer.params import KVTransferParams
+from engine.layer_groups import Window
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.step import Pooling, RowParams, StepPlan, TokenLogprobs
@@ -36,7 +37,7 @@ class Loop:
         caching: bool = True,
         max_waiting: int = 1000,
         mixed: int | None = None,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window, ...] = (None,),
         num_host_blocks: int = 0,
         preemption: Preemption = "auto",
         swap_block_s: float = 0.0,
@@ -201,7 +202,8 @@ class Loop:
         scheduler, stats = self.scheduler, self.scheduler.stats()
         assert stats.kv_blocks_used == stats.running == stats.waiting == 0
         assert all(count == 0 for count in self.kv.pool.ref_counts)
-        assert len(list(self.kv.pool.free_blocks())) == self.kv.pool.num_free == self.kv.pool.num_blocks
+        free = sum(map(self.kv.pool.size_of, self.kv.pool.free_blocks()))
+        assert free == self.kv.pool.num_free == self.kv.pool.num_blocks
         self.kv.take_transfers()
         assert self.kv.host is None or self.kv.host.pool.num_used == 0
         assert sorted(scheduler._rows.free) == list(range(self.executor.num_rows))

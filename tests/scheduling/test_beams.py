@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
-from replaying_executor import POISON, VOCAB, generate, search
 from scheduler_loop import Loop
+from toy_model import POISON, VOCAB, generate, search
 
 from engine.beam_search import BeamSearch, rank_of
 from engine.core.wire import BeamParams

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from replaying_executor import POISON, generate, search
 from scheduler_loop import Loop
+from toy_model import POISON, generate, search
 
 from engine.config import Preemption
 from engine.core.wire import BeamParams

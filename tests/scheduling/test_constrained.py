@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from replaying_executor import generate
 from scheduler_loop import Loop
 from toy_grammars import allowed
+from toy_model import generate
 
 from engine.core.wire import BeamParams
 from engine.errors import InvalidRequestError

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from index_mirror import IndexMirror, index_of
-from replaying_executor import generate
 from scheduler_loop import Loop
+from toy_model import generate
 from transfer_link import ASKED, Link
 
 from engine.kv_transfer.params import KVTransferParams

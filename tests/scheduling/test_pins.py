@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from replaying_executor import POISON, generate
 from scheduler_loop import Loop
+from toy_model import POISON, generate
 
 from engine.core.wire import AddRequest, BeamParams
 from engine.errors import InvalidRequestError

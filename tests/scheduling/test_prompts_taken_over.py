@@ -4,8 +4,8 @@ a block. `test_leases_state_machine.py` has what may be lost on the way."""
 from __future__ import annotations
 
 import pytest
-from replaying_executor import generate
 from scheduler_loop import Loop
+from toy_model import generate
 from transfer_link import ASKED, Link
 
 from engine.kv_transfer.params import KVTransferParams

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from replaying_executor import POISON
 from scheduler_loop import Loop
+from toy_model import POISON
 
 from engine.core.wire import AddRequest, BeamParams, Follower
 from engine.errors import InvalidRequestError, QueueFullError

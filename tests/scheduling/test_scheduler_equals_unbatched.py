@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replaying_executor import POISON, generate, search, states_of
+from replaying_executor import states_of
 from scheduler_loop import Loop
+from toy_model import POISON, generate, search
 
 from engine.core.wire import BeamParams
 from engine.frontend.pooled_prompt import PooledPrompt
-from engine.layer_groups import most_blocks
+from engine.layer_groups import State, Window, most_blocks
 from engine.step import Pooling
 
 
@@ -74,10 +75,15 @@ def jobs(draw: st.DrawFn) -> list[Job]:
 @st.composite
 def loops(draw: st.DrawFn) -> Loop:
     block_size, budget = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 24))
-    windows: tuple[int | None, ...] = draw(
-        st.sampled_from([(None,), (None,), (None,), (5,), (None, 3), (2, None, 9), (4, 4)])
+    state = State(draw(st.integers(1, 3)), block_size * draw(st.integers(1, 4)))
+    windows: tuple[Window, ...] = draw(
+        st.sampled_from(
+            [(None,), (None,), (None,), (5,), (None, 3), (2, None, 9), (4, 4), (None, state), (3, None, state)]
+        )
     )
     stages, drafts = draw(st.sampled_from([1, 1, 1, 2, 3])), draw(st.sampled_from([0, 1, 3, 8]))
+    if state in windows:  # stages and drafts are refused there
+        stages, drafts = 1, 0
     depth = draw(st.sampled_from([0, 1, 1, 2])) if stages == 1 else stages - 1
     most = max(budget, (depth + 1) * (1 + drafts))
     enough = sum(most_blocks(26, window, block_size, most) for window in windows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from replaying_executor import generate
 from scheduler_loop import Loop
+from toy_model import generate
 
 from engine.core.wire import BeamParams
 

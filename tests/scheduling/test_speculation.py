@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 import pytest
-from replaying_executor import POISON, generate
 from scheduler_loop import Loop
 from toy_grammars import ToyMatcher
+from toy_model import POISON, generate
 
 from engine.config import SpeculationConfig
 from engine.core.wire import BeamParams

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from replaying_executor import generate, search
 from scheduler_loop import Loop
+from toy_model import generate, search
 
 from engine.core.wire import BeamParams
 from engine.scheduling import admission

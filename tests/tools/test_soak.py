@@ -8,7 +8,8 @@ import pytest
 import soak
 
 from engine.kv_cache.host_tier import HostTier
-from engine.kv_cache.kv_cache import KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
+from engine.kv_cache.sequence_blocks import SequenceBlocks
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.running_rows import RunningRows
 

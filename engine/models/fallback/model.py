@@ -22,7 +22,7 @@ from engine.models.fallback.rotation import fix_rope
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from engine.models.decoder import Attend
+    from engine.models.decoder_layer import Attend
 
 ATTENTION = "pageloom"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}

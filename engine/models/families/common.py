@@ -80,6 +80,8 @@ class Family(msgspec.Struct, frozen=True):
     """endings of names that a checkpoint may hold beside these, and that hold no weights"""
     gguf_rows: Callable[[DecoderSpec], dict[str, Rows]] | None = None
     """the same under the names that gguf's own map knows, where those differ"""
+    stacked_rows: Callable[[DecoderSpec], dict[str, Rows]] | None = None
+    """the same of checkpoints that stack a layer's experts, of a family that has both kinds"""
     causal: bool = True
     """a decoder; else an encoder, whose attention looks both ways"""
     heads: Mapping[str, HeadForm] = HEADS

@@ -16,7 +16,8 @@ from engine.models.families.names import LLAMA_NAMES
 from engine.models.spec import DecoderSpec
 
 
-def granite_spec(config: Config, family: str = "granite") -> DecoderSpec:
+def granite_spec(config: Config, family: str = "granite", turns: bool = True) -> DecoderSpec:
+    """`turns`: q and k are turned."""
     bias = flag(config, "attention_bias")
     spec = decoder_spec(
         config,
@@ -25,6 +26,7 @@ def granite_spec(config: Config, family: str = "granite") -> DecoderSpec:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=flag(config, "mlp_bias"),
+        turned=[turns] * num_layers(config),
         scale=number(config, "attention_multiplier", 1.0),
     )
     unit = number(config, "residual_multiplier", 1.0)

@@ -20,7 +20,7 @@ def helium_spec(config: Config) -> DecoderSpec:
         default_head_dim=128,
         default_kv_heads=20,
     )
-    width = spec.layers[0].mixer.q_size
+    width = spec.layers[0].attention.q_size
     if width != spec.hidden_size:
         raise ConfigError(f"heads are {width} wide together, hidden_size is {spec.hidden_size}")
     return replace(spec, norm="rms_wide")

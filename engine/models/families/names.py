@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.models.families.rows import ExpertNames, Rows, Stored, linears
-from engine.models.spec import DecoderSpec, ExpertsSpec, MixerSpec, MlpSpec
+from engine.models.spec import ConvSpec, DecoderSpec, DeltaSpec, ExpertsSpec, MambaSpec, MixerSpec, MlpSpec, StateSpec
 
 _BEFORE = (("input_layernorm", "input_norm"), ("post_attention_layernorm", "mlp_norm"))
 _AROUND = (
@@ -41,6 +41,12 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
     norms: tuple[tuple[str, str], ...] | None = None
     """with the decoder's name of each; None: Llama's, Gemma's or OLMo 2's, by their placement"""
     qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
+    conv: tuple[str, str, str] = ("conv.in_proj", "conv.conv", "conv.out_proj")
+    """of layers that keep a convolution's inputs"""
+    delta: str = "linear_attn"
+    """of gated delta nets"""
+    delta_in: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    mamba: str = "mamba"
     qkv_stored: Stored = "as it is"
     norms_stored: Stored = "as it is"
     experts: ExpertNames = ExpertNames()
@@ -72,7 +78,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         """Of one layer: names that begin with `source` in the checkpoint, `target` in the module."""
         layer_spec, hidden = spec.layers[layer], spec.hidden_size
         mixer = layer_spec.mixer
-        rows = self._attention(spec, mixer, source, target)
+        rows = self._mixer(spec, mixer, source, target)
         if layer_spec.mlp is not None:
             shared = layer_spec.experts is not None
             *first, down = self.experts.shared if shared else (*self.gate_up, self.down)
@@ -99,7 +105,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             )
             if not absent:
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", hidden)
-        if mixer.qk_norm is not None and mixer.qk_weights:
+        if isinstance(mixer, MixerSpec) and mixer.qk_norm is not None and mixer.qk_weights:
             is_row = mixer.qk_norm == "row"
             widths = (mixer.q_size, mixer.kv_size) if is_row else (mixer.head_dim, mixer.head_dim)
             for name, parameter, width in zip(self.qk_norms, ("q_norm", "k_norm"), widths, strict=True):
@@ -108,7 +114,16 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
                 rows |= self._norm(spec, f"{source}.{name}", f"{target}.{parameter}", width)
         return rows
 
-    def _attention(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str) -> dict[str, Rows]:
+    def _mixer(self, spec: DecoderSpec, mixer: MixerSpec | StateSpec, source: str, target: str) -> dict[str, Rows]:
+        if isinstance(mixer, ConvSpec):
+            first, conv, last = self.conv
+            rows = linears(source, (first,), f"{target}.qkv_proj", [mixer.first_size], mixer.bias)
+            rows |= linears(source, (conv,), f"{target}.mixing", [mixer.channels], mixer.bias)
+            return rows | linears(source, (last,), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
+        if isinstance(mixer, DeltaSpec):
+            return self._delta(spec, mixer, f"{source}.{self.delta}", target)
+        if isinstance(mixer, MambaSpec):
+            return self._mamba(spec, mixer, f"{source}.{self.mamba}", target)
         sizes = [mixer.qkv_size] if len(self.qkv) == 1 else [mixer.q_size, mixer.kv_size, mixer.kv_size]
         rows = self._qkv(spec, mixer, source, f"{target}.qkv_proj", sizes)
         rows |= linears(source, (self.o,), f"{target}.o_proj", [spec.hidden_size], mixer.o_bias)
@@ -116,9 +131,46 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             rows[f"{source}.self_attn.sinks"] = Rows(f"{target}.sinks", 0, mixer.num_heads)
         return rows
 
+    def _delta(self, spec: DecoderSpec, mixer: DeltaSpec, source: str, target: str) -> dict[str, Rows]:
+        heads, place = mixer.value_heads, f"{target}.mixing"
+        if len(self.delta_in) == 2:
+            first = linears(
+                source, self.delta_in, f"{target}.qkv_proj", [mixer.channels + mixer.value_size, 2 * heads], False
+            )
+            rows = {
+                name: _stored(row, "delta in heads", mixer.key_heads, 0 if row.start else mixer.key_dim)
+                for name, row in first.items()
+            }
+        else:
+            sizes = [mixer.channels, mixer.value_size, heads, heads]
+            rows = linears(source, self.delta_in, f"{target}.qkv_proj", sizes, False)
+        rows |= linears(source, ("out_proj",), f"{target}.o_proj", [spec.hidden_size], False)
+        rows[f"{source}.conv1d.weight"] = Rows(f"{place}.weight", 0, mixer.channels)
+        rows[f"{source}.A_log"] = Rows(f"{place}.log_decay", 0, heads)
+        rows[f"{source}.dt_bias"] = Rows(f"{place}.decay_bias", 0, heads)
+        rows[f"{source}.norm.weight"] = Rows(f"{place}.norm", 0, mixer.value_dim)
+        return rows
+
+    def _mamba(self, spec: DecoderSpec, mixer: MambaSpec, source: str, target: str) -> dict[str, Rows]:
+        place = f"{target}.mixing"
+        rows = linears(source, ("in_proj",), f"{target}.qkv_proj", [mixer.first_size], mixer.bias)
+        rows |= linears(source, ("out_proj",), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
+        rows |= linears(source, ("conv1d",), place, [mixer.channels], mixer.conv_bias)
+        for name, parameter in (("A_log", "log_decay"), ("dt_bias", "decay_bias"), ("D", "passed_on")):
+            rows[f"{source}.{name}"] = Rows(f"{place}.{parameter}", 0, mixer.heads)
+        if mixer.normed:
+            rows[f"{source}.norm.weight"] = Rows(f"{place}.norm", 0, mixer.inner_size)
+        return rows
+
     def _qkv(self, spec: DecoderSpec, mixer: MixerSpec, source: str, target: str, sizes: list[int]) -> dict[str, Rows]:
         made = 1 if mixer.shares is not None else 2 if mixer.values == "normed_keys" else 3
+        if mixer.gated:
+            sizes = [2 * mixer.q_size, *sizes[1:]]
         rows = linears(source, self.qkv[:made], target, sizes[:made], mixer.qkv_bias)
+        if mixer.gated:
+            rows |= {
+                name: _stored(row, "gates in heads", mixer.num_heads) for name, row in rows.items() if not row.start
+            }
         if self.qkv_stored == "heads of qkv":
             return {name: _stored(row, "heads of qkv", mixer.num_heads) for name, row in rows.items()}
         if self.qkv_stored == "pairs" and spec.ropes:

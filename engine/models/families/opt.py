@@ -51,7 +51,7 @@ def opt_spec(config: Config) -> DecoderSpec:
 
 def opt_weight_rows(spec: DecoderSpec) -> dict[str, Rows]:
     hidden, width = spec.hidden_size, spec.embedding_size
-    mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
+    mixer, mlp = spec.layers[0].attention, spec.layers[0].mlp
     assert mlp is not None
     rows = {
         "model.decoder.embed_tokens.weight": Rows("embed_tokens.weight", 0, spec.vocab_size),

@@ -45,6 +45,6 @@ def qwen3_moe_spec(config: Config) -> DecoderSpec:
     return with_experts(replace(dense, layers=layers), _experts(config), sparse_layers(config))
 
 
-_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", qwen2_moe_spec, Names(experts=ExpertNames(shared=_SHARED)).rows)
+SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
+QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", qwen2_moe_spec, Names(experts=ExpertNames(shared=SHARED)).rows)
 QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", qwen3_moe_spec, LLAMA_NAMES.rows)

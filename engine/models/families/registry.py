@@ -23,10 +23,12 @@ from engine.models.families.gpt2 import GPT2
 from engine.models.families.gpt_neox import GPT_NEOX
 from engine.models.families.gpt_oss import GPT_OSS
 from engine.models.families.granite import GRANITE
+from engine.models.families.granite_hybrid import GRANITE_HYBRID
 from engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from engine.models.families.helium import HELIUM
 from engine.models.families.hunyuan import HUNYUAN
 from engine.models.families.hunyuan_moe import HUNYUAN_MOE
+from engine.models.families.lfm2 import LFM2, LFM2_MOE
 from engine.models.families.llama import LLAMA
 from engine.models.families.llama4 import LLAMA4
 from engine.models.families.minimax_m2 import MINIMAX_M2
@@ -42,6 +44,7 @@ from engine.models.families.phi import PHI
 from engine.models.families.phi3 import PHI3
 from engine.models.families.qwen2 import MIMO, QWEN2
 from engine.models.families.qwen3 import QWEN3
+from engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from engine.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from engine.models.families.seed_oss import SEED_OSS
 from engine.models.families.smollm3 import SMOLLM3
@@ -94,6 +97,12 @@ FAMILIES: tuple[Family, ...] = (
     LLAMA4,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    GRANITE_HYBRID,
+    LFM2,
+    LFM2_MOE,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
     HUNYUAN_MOE,
     ERNIE4_5_MOE,
     BERT,

@@ -10,7 +10,17 @@ import msgspec
 if TYPE_CHECKING:
     import torch
 
-Stored = Literal["as it is", "less one", "times root", "pairs", "heads of qkv", "in turns", "one row"]
+Stored = Literal[
+    "as it is",
+    "less one",
+    "times root",
+    "pairs",
+    "heads of qkv",
+    "in turns",
+    "one row",
+    "gates in heads",
+    "delta in heads",
+]
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -23,11 +33,13 @@ class Rows(msgspec.Struct, frozen=True):
     """how the checkpoint holds what the parameter is: as 1 less (Gemma's norms); times the root of how many there are
     (Gemma 4's routers); with rows that turn together beside
     each other in every head (GLM), not half of what turns apart; as q, k and v of one head after the other (GPT-NeoX);
-    with a row of the gate and one of up in turns (GPT-OSS); or as a matrix of one row"""
+    with a row of the gate and one of up in turns (GPT-OSS); as a matrix of one row; or with the gate of each
+    head behind its query, not all gates before all queries (Qwen3.5), or with all that a delta net
+    has of one head of keys behind that of another (Qwen3-Next)"""
     heads: int = 0
     """in those rows, where `stored` speaks of heads"""
     paired: int = 0
-    """pairs: rows of a head that turn"""
+    """pairs: rows of a head that turn; delta in heads: those of its query, and of its key"""
     transposed: bool = False
     """the checkpoint holds [inputs, outputs] (GPT-2)"""
     expert: int | Literal["all"] | None = None

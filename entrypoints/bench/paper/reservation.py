@@ -12,8 +12,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from engine.errors import EngineError
-from engine.kv_cache.kv_cache import NO_GROWTH, Growth, KVCache, SequenceBlocks
+from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.prefix import PrefixHit
+from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
 from entrypoints.bench.paper.buddy import BuddyAllocator, chunk_size
 
 Policy = Callable[[int, int, int], int]

@@ -1,0 +1,27 @@
+"""Short convolutions between two gates, whose last inputs are a layer's state (LFM2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from engine.models.facts import ConvFacts
+from engine.models.layers import parameter
+from engine.models.state_layers import LayerStates, convolved
+
+
+class Convolution(nn.Module):
+    def __init__(self, spec: ConvFacts, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.facts, self.outputs = spec, spec.channels
+        self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
+        """the newest input's comes last"""
+        self.bias = parameter((spec.channels,), dtype, device) if bias else None
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
+        """x [tokens, 3 * channels]: b, c and inputs; out [tokens, channels]."""
+        b, c, given = x.chunk(3, dim=1)
+        state = states.read().view(x.dtype).view(-1, self.facts.taps - 1, self.facts.channels)
+        sums, kept = convolved(b * given, state, states.step, self.weight, self.bias)
+        torch.mul(c, sums.to(x.dtype), out=out)
+        states.write(kept.flatten(1).view(torch.uint8))

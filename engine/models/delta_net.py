@@ -1,0 +1,52 @@
+"""Gated delta nets (Yang et al., *Gated Delta Networks*, 2024), as Qwen3-Next and Qwen3.5 have them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from engine.models.facts import DeltaFacts
+from engine.models.layers import parameter
+from engine.models.recurrence import as_bytes, read_states, recur
+from engine.models.state_layers import LayerStates, convolved
+
+_LENGTH_EPS = 1e-6
+
+
+class DeltaNet(nn.Module):
+    def __init__(self, spec: DeltaFacts, norm_eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.facts, self.outputs, self._norm_eps = spec, spec.value_size, norm_eps
+        self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
+        """of the convolution of queries, keys and values; the newest input's comes last"""
+        self.log_decay = parameter((spec.value_heads,), torch.float32, device)
+        self.decay_bias = parameter((spec.value_heads,), torch.float32, device)
+        self.norm = parameter((spec.value_dim,), dtype, device)
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
+        """x [tokens, queries, keys and values | gates of the output | of values | of decays]; out [tokens, value_heads
+        * value_dim]."""
+        spec = self.facts
+        sizes = [spec.channels, spec.value_size, spec.value_heads, spec.value_heads]
+        mixed, gate, amount, decay = torch.split(x, sizes, dim=1)
+        past, state = read_states(states, spec, x.dtype)
+        sums, kept = convolved(mixed, past, states.step, self.weight, None)
+        q, k, v = self._heads(functional.silu(sums.to(x.dtype)).float())
+        log_decay = -self.log_decay.exp() * functional.softplus(decay.float() + self.decay_bias)
+        made, written = recur(states.step, q, k, v, log_decay, amount.float().sigmoid(), state)
+        out.copy_(self._gated(made.to(x.dtype), gate.view(v.shape)).flatten(1))
+        states.write(as_bytes(spec, kept, written))
+
+    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float32 [tokens, heads, dimensions] each: queries and keys of length one, queries scaled."""
+        spec = self.facts
+        q, k, v = torch.split(qkv, [spec.key_size, spec.key_size, spec.value_size], dim=1)
+        q, k = (each.view(-1, spec.key_heads, spec.key_dim) for each in (q, k))
+        q, k = (each * (each.square().sum(-1, keepdim=True) + _LENGTH_EPS).rsqrt() for each in (q, k))
+        return q * spec.key_dim**-0.5, k, v.view(-1, spec.value_heads, spec.value_dim)
+
+    def _gated(self, made: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        wide = made.float()
+        normed = (wide * (wide.square().mean(-1, keepdim=True) + self._norm_eps).rsqrt()).to(made.dtype)
+        return ((self.norm * normed).float() * functional.silu(gate.float())).to(made.dtype)

@@ -1,0 +1,163 @@
+"""States of layers that keep one in the place of keys and values: where they lie in the pages of the KV cache, and what
+a step makes of them.
+
+A bundle's pages, each with its part in every cache, are one row of bytes; a layer's state is a piece of it
+(`engine.layer_groups.state_starts`). A step reads a sequence's state where the table's entry before its first token
+says, and writes it wherever an entry of a block that it computes in names a bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from attention_backends.interface import AttentionBatch
+from engine.errors import EngineError
+from engine.kv_cache.block_pool import NO_BLOCK
+from engine.layer_groups import State, state_starts
+from engine.models.decoder_layer import Mixing
+from engine.models.state_layers import Segment, StateStep
+
+
+class _Run(NamedTuple):
+    """A piece of a layer's state that lies in one page of one cache."""
+
+    page: int
+    cache: int
+    start: int
+    size: int
+    """both in bytes"""
+
+
+class StateCaches:
+    def __init__(self, layers: Sequence[Mixing], dtype: torch.dtype, group: int, state: State) -> None:
+        """`dtype`: of the model's numbers. `group`: which of a step's batches has the tables."""
+        self._layers, self._dtype = list(layers), dtype
+        self.group, self._pages = group, state.pages
+        taps = {layer.facts.taps for layer in layers}
+        if len(taps) > 1:
+            raise EngineError(f"layers that keep states have convolutions of several lengths: {sorted(taps)}")
+        (self._taps,) = taps
+        self._caches: list[torch.Tensor] = []
+        self._runs: list[list[_Run]] = []
+        self._blocks = torch.empty(0)
+        self._step: StateStep | None = None
+
+    def allocate(self, caches: Sequence[torch.Tensor]) -> None:
+        """`caches` [blocks, elements] each: those of the attention."""
+        self._caches = [cache.view(torch.uint8) for cache in caches]
+        num_blocks, device = len(caches[0]), caches[0].device
+        self._blocks = torch.zeros(num_blocks, self._pages, dtype=torch.int64, device=device)
+        self._blocks[:, 0] = torch.arange(num_blocks, device=device)
+        sizes = [layer.facts.state_bytes(self._dtype.itemsize) for layer in self._layers]
+        self._runs = [self._lie(start, size) for start, size in zip(state_starts(sizes), sizes)]
+
+    def _lie(self, start: int, size: int) -> list[_Run]:
+        """From that byte of a bundle on."""
+        widths = [cache.size(1) for cache in self._caches]
+        runs, end, at = [], start + size, 0
+        for page in range(self._pages):
+            for cache, width in enumerate(widths):
+                low, high = max(start, at), min(end, at + width)
+                if low < high:
+                    runs.append(_Run(page, cache, low - at, high - low))
+                at += width
+        return runs
+
+    def place(self, bundles: Sequence[Sequence[int]]) -> None:
+        """As many blocks each are a bundle from now on."""
+        if bundles:
+            rows = torch.tensor(bundles, dtype=torch.int64).to(self._blocks.device)
+            self._blocks[rows[:, 0]] = rows
+
+    def clean(self, blocks: Sequence[int]) -> None:
+        """They held states, which read as keys and values may be no numbers."""
+        if blocks:
+            where = torch.tensor(blocks, dtype=torch.int64).to(self._blocks.device)
+            for cache in self._caches:
+                cache[where] = 0
+
+    def begin_step(self, batch: AttentionBatch) -> None:
+        """The calls of `mix` that follow belong to this."""
+        self._step = _plan(batch, batch.block_tables.tolist(), self._taps - 1)
+
+    def mix(self, x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+        """`pageloom::mix_states`, bound: shapes as there. Rows of padding become zeros."""
+        step = self._step
+        assert step is not None
+        tokens = len(step.own)
+        self._layers[layer](x[:tokens], out[:tokens], _OfLayer(self, layer, step))
+        out[tokens:] = 0
+
+    def read(self, layer: int, firsts: torch.Tensor) -> torch.Tensor:
+        """uint8 [bundles, bytes]"""
+        pages = self._blocks[firsts]
+        parts = [
+            self._caches[run.cache][pages[:, run.page], run.start : run.start + run.size] for run in self._runs[layer]
+        ]
+        return torch.cat(parts, dim=1)
+
+    def write(self, layer: int, firsts: torch.Tensor, states: torch.Tensor) -> None:
+        """As `read` gives them."""
+        pages, at = self._blocks[firsts], 0
+        for run in self._runs[layer]:
+            part = states[:, at : at + run.size]
+            self._caches[run.cache][pages[:, run.page], run.start : run.start + run.size] = part
+            at += run.size
+
+
+class _OfLayer:
+    """A `LayerStates`."""
+
+    def __init__(self, caches: StateCaches, layer: int, step: StateStep) -> None:
+        self._caches, self._layer, self.step = caches, layer, step
+
+    def read(self) -> torch.Tensor:
+        return self._caches.read(self._layer, self.step.read).masked_fill_(self.step.fresh, 0)
+
+    def write(self, states: torch.Tensor) -> None:
+        self._caches.write(self._layer, self.step.written, states)
+
+
+def _plan(batch: AttentionBatch, tables: list[list[int]], before: int) -> StateStep:
+    """`before`: inputs that a state holds."""
+    size, device = batch.block_size, batch.block_tables.device
+    fresh, read, written = list[bool](), list[int](), list[int]()
+    past, own, last = list[range](), list[int](), list[range]()
+    singles, segments = list[tuple[int, int, int]](), list[Segment]()
+    at = 0  # of all inputs: before each sequence's own come as many as its state holds
+    for row, (query_len, seq_len) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
+        begin = seq_len - query_len
+        fresh.append(begin == 0)
+        read.append(tables[row][(begin - 1) // size] if begin else 0)
+        past.append(range(at, at + before))
+        token = done = len(own)
+        own.extend(range(at + before, at + before + query_len))
+        for block in range(begin // size, -(-seq_len // size)) if query_len else ():
+            if tables[row][block] != NO_BLOCK:
+                end = min((block + 1) * size, seq_len) - begin
+                segments.append(Segment(row, done, token + end, len(written)))
+                done = token + end
+                written.append(tables[row][block])
+                last.append(range(at + end, at + end + before))
+        if done < len(own):
+            segments.append(Segment(row, done, len(own), -1))
+        elif query_len == 1:
+            singles.append((row, token, segments.pop().write))
+        at += before + query_len
+
+    def on_device(values: object, *shape: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).view(*shape).to(device)
+
+    return StateStep(
+        torch.tensor(fresh, device=device).view(-1, 1),
+        on_device(read, -1),
+        on_device([list(each) for each in past], -1, before),
+        on_device(own, -1),
+        on_device(written, -1),
+        on_device([list(each) for each in last], -1, before),
+        on_device(singles, -1, 3).T,
+        segments,
+    )

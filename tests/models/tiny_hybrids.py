@@ -1,0 +1,90 @@
+"""Tiny random models whose layers keep states in the place of keys and values, or some of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "full_attention_interval": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+DELTA_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA: dict[str, Any] = {
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "layer_types": ["mamba", "attention", "mamba"],
+}
+
+
+def hybrids(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
+    """`granite`: the numbers that Granite multiplies with."""
+    deep = {**shape, "num_hidden_layers": 5}
+    return {
+        "lfm2": lambda: Lfm2Config(**deep, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"]),
+        "lfm2_biases_untied": lambda: Lfm2Config(
+            **shape,
+            full_attn_idxs=[1],
+            conv_bias=True,
+            conv_L_cache=5,
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        ),
+        "lfm2_moe": lambda: Lfm2MoeConfig(
+            **deep,
+            layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            num_dense_layers=1,
+            routed_scaling_factor=1.5,
+        ),
+        "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+            **{**shape, **granite, **MAMBA}, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "granite_hybrid_dense_rope": lambda: GraniteMoeHybridConfig(
+            **{**deep, **granite, **MAMBA, "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"]},
+            num_local_experts=0,
+            position_embedding_type="rope",
+            mamba_proj_bias=True,
+            mamba_conv_bias=False,
+        ),
+        "qwen3_5_text": lambda: Qwen3_5TextConfig(**{**shape, **DELTA_NET}),
+        "qwen3_5_biases_tied": lambda: Qwen3_5TextConfig(
+            **{**deep, **DELTA_NET},
+            layer_types=[
+                "full_attention",
+                "linear_attention",
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+            ],
+            attention_bias=True,
+            tie_word_embeddings=True,
+            linear_conv_kernel_dim=3,
+        ),
+        "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**{**shape, **DELTA_NET, **DELTA_EXPERTS}),
+        "qwen3_next": lambda: Qwen3NextConfig(
+            **{**deep, **DELTA_NET, **DELTA_EXPERTS}, decoder_sparse_step=2, mlp_only_layers=[3]
+        ),
+    }
