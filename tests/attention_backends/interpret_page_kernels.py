@@ -8,9 +8,13 @@ first that differs.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from quick_interpreter import quicken
 
 from attention_backends.page_kernels import FP8
 from attention_backends.page_kernels.device import TritonKernels
@@ -99,6 +103,7 @@ def check_copy(rng: np.random.Generator, dtype: torch.dtype) -> None:
 
 
 def main() -> None:
+    quicken()
     rng = np.random.default_rng(int(sys.argv[1]))
     for case in range(6):
         check_gather(rng)

@@ -42,9 +42,9 @@ def variants(small_pool: int) -> list[Variant]:
     ]
 
 
-def check(model: str, variant: Variant, oracle: GreedyOracle, max_len: int) -> None:
+def check(model: str, variant: Variant, oracle: GreedyOracle, max_len: int, count: int = COUNT) -> None:
     options: dict[str, Any] = {"kv_cache_memory": 1 << 30, **variant.options}
-    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     with LLM(
         model,
         dtype="float32",
@@ -82,11 +82,28 @@ def test_tiny_families_equal_transformers(tiny: tuple[str, GreedyOracle], index:
     check(path, variants(small_pool=2 << 20)[index], oracle, max_len=1024)
 
 
+@dataclass(frozen=True)
+class Size:
+    """How much the real model is asked."""
+
+    prompts: int
+    longest: int
+    count: int
+    max_len: int
+    small_pool: int
+
+
+WHOLE = Size(prompts=12, longest=300, count=COUNT, max_len=512, small_pool=30 << 20)
+FEWER = Size(prompts=8, longest=150, count=24, max_len=256, small_pool=15 << 20)
+"""by default; longer sequences in more blocks are the tiny families'"""
+
+
 @pytest.fixture(scope="module")
-def smollm2() -> tuple[str, GreedyOracle]:
+def smollm2(pytestconfig: pytest.Config) -> tuple[str, GreedyOracle, Size]:
+    size = WHOLE if pytestconfig.getoption("exhaustive") else FEWER
     path, model = smollm2_path(), smollm2_by_transformers()
-    prompts = prompt_ids(12, 300, model.config.vocab_size)
-    return path, GreedyOracle(model, prompts, COUNT)
+    prompts = prompt_ids(size.prompts, size.longest, model.config.vocab_size)
+    return path, GreedyOracle(model, prompts, size.count), size
 
 
 REAL_WEIGHTS = ("pieces, one step ahead", "preempted")
@@ -101,6 +118,6 @@ REAL_WEIGHTS = ("pieces, one step ahead", "preempted")
         for index, v in enumerate(variants(0))
     ],
 )
-def test_smollm2_equals_transformers(smollm2: tuple[str, GreedyOracle], index: int) -> None:
-    path, oracle = smollm2
-    check(path, variants(small_pool=30 << 20)[index], oracle, max_len=512)
+def test_smollm2_equals_transformers(smollm2: tuple[str, GreedyOracle, Size], index: int) -> None:
+    path, oracle, size = smollm2
+    check(path, variants(size.small_pool)[index], oracle, size.max_len, size.count)

@@ -8,8 +8,12 @@ bfloat16 in `tl.dot`, which is mended here.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
+from quick_interpreter import quicken
 from triton.runtime import interpreter
 
 from engine.models.kernels import SPLITS, TILES, Plan, Tile
@@ -106,6 +110,7 @@ def shapes_for(tile: Tile) -> list[tuple[int, int]]:
 
 
 def main() -> None:
+    quicken()
     mend_dot()
     tiles = [t for t in TILES if t.kind == sys.argv[1]]
     for index, tile in enumerate(tiles):

@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu_kernels"))
 
 import torch
 from interpret_linear_kernels import HALF_PLACE, mend_dot
+from quick_interpreter import quicken
 from random_blocks import BLOCK_FORMATS, blocks_of
 from torch import Tensor
 
@@ -330,6 +331,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
+    quicken()
     mend_dot()
     with small_tiles():
         for name in sys.argv[1:]:

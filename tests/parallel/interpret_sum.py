@@ -4,7 +4,13 @@ Triton's interpreter cuts float32 to bfloat16 instead of rounding, so sums are r
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
+from quick_interpreter import quicken
 from rank_cases import SCALES
 
 from engine.parallel.kernels import BLOCK, sum_on_host
@@ -12,6 +18,7 @@ from engine.parallel.kernels.device import sum_on_device
 
 
 def main() -> None:
+    quicken()
     torch.manual_seed(0)
     cases = [(size, count) for size in (1, 2, 3, 8) for count in (1, 7, BLOCK, BLOCK + 1, 2500)]
     for index, (size, count) in enumerate(cases):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -18,9 +17,10 @@ import torch
 from pretend_queues import Machine
 from pretend_tensors import ON_DEVICE, active, on_device, put, require_on_device, tensors_in
 
-ATTENTION_TESTS = Path(__file__).parents[1] / "attention_backends"
-if str(ATTENTION_TESTS) not in sys.path:
-    sys.path.append(str(ATTENTION_TESTS))
+TESTS = Path(__file__).parents[1]
+for room in (TESTS, TESTS / "attention_backends"):
+    if str(room) not in sys.path:
+        sys.path.append(str(room))
 
 FLASHINFER_VERSIONS = ("0.6.18", "0.7.2")
 
@@ -40,46 +40,16 @@ def launch(machine: Machine, what: str, function: Callable[..., Any], *args: Any
 
 
 def interpreted_launches(machine: Machine) -> list[tuple[Any, str, Any]]:
-    """Launches by the interpreter. For speed alone, its language is patched once a launch: by itself it does so again
-    for every call of one kernel's function by another; and a type's NumPy type is looked up: it makes a table of all
-    for every operation."""
-    from triton import language
+    """Launches by the interpreter."""
+    from quick_interpreter import quicker
     from triton.runtime import interpreter
 
-    run, patch_language = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    make_table = interpreter._get_np_dtype
-    numpy_types: dict[str, Any] = {}
-    inside = threading.local()
-    languages: dict[Any, frozenset[str]] = {}
-
-    def execute(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        inside.patched = frozenset()
-        return run(executor, *args, **kwargs)
+    run = interpreter.GridExecutor.__call__
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        return launch(machine, f"Triton kernel {executor.fn.__name__}", partial(execute, executor), *args, **kwargs)
+        return launch(machine, f"Triton kernel {executor.fn.__name__}", partial(run, executor), *args, **kwargs)
 
-    def patch_once(function: Any) -> Any:
-        if function not in languages:
-            modules = [value.__name__ for value in function.__globals__.values() if isinstance(value, ModuleType)]
-            languages[function] = frozenset(name for name in modules if name.startswith("triton.language"))
-        if languages[function] <= inside.patched:
-            return None
-        inside.patched |= languages[function]
-        return patch_language(function)
-
-    def numpy_type(dtype: Any) -> Any:
-        of = dtype.element_ty if isinstance(dtype, language.block_type) else dtype
-        name = "pointer" if isinstance(of, language.pointer_type) else of.name
-        if name not in numpy_types:
-            numpy_types[name] = make_table(dtype)
-        return numpy_types[name]
-
-    return [
-        (interpreter.GridExecutor, "__call__", call),
-        (interpreter, "_patch_lang", patch_once),
-        (interpreter, "_get_np_dtype", numpy_type),
-    ]
+    return [(interpreter.GridExecutor, "__call__", call), *quicker()]
 
 
 # the in-tree kernels

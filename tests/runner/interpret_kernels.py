@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import fields
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
+from quick_interpreter import quicken
 
 from engine.runner.kernels import InputBuffers, StepSizes
 from engine.runner.kernels.device import TritonKernels
@@ -168,6 +172,7 @@ def check_post_update(rng: np.random.Generator) -> None:
 
 
 def main() -> None:
+    quicken()
     rng = np.random.default_rng(int(sys.argv[1]))
     for case in range(12):
         check_prepare_and_gather(rng, case)

@@ -5,13 +5,20 @@ Prints how many drafts were compared; raises at the first that differs.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
 import numpy as np
 from ngram_oracle import check_ngram, random_case
+from quick_interpreter import quicken
 
 from engine.runner.kernels.ngram_device import TritonDraftKernels
 
 
 def main() -> None:
+    quicken()
     rng = np.random.default_rng(0)
     drafts = 0
     for index in range(24):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from device_parity import (
     check_seeds,
     logits_of,
 )
+from quick_interpreter import quicken
 from sampling_oracle import CPU, Table, apply_writes
 
 from engine.sampling import Sampler
@@ -176,6 +180,7 @@ def check_wrong_guesses() -> int:
 
 
 def main(parts: list[str]) -> None:
+    quicken()
     for part in parts:
         started = time.perf_counter()
         if part == "rows":
