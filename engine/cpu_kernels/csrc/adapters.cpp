@@ -33,7 +33,7 @@ PAGELOOM_INLINE void dots(const uint16_t* a, const uint16_t* x, int64_t k, float
 void shrink(const AdapterProblem& p, int64_t entry, int64_t part, int64_t rank_begin, int64_t rank_end,
             uint16_t* scratch) {
   const AdapterTables& t = p.tables;
-  const int64_t row = t.order()[entry], slot = t.slots()[row], k = p.layer.k;
+  const int64_t row = t.order[entry], slot = t.slots[row], k = p.layer.k;
   const int64_t rank = t.ranks[slot * t.parts + part], end = rank < rank_end ? rank : rank_end;
   if (rank_begin >= end) return;
   const uint16_t* x = p.layer.x + row * p.layer.x_stride;
@@ -64,7 +64,7 @@ PAGELOOM_INLINE void expand(const uint16_t* b, int64_t n, const float* low, int6
 // What a row's adapter adds to outputs [begin, end) of the product, in plain order.
 PAGELOOM_INLINE void delta_of(const AdapterProblem& p, int64_t row, int64_t begin, int64_t end, float* delta) {
   const AdapterTables& t = p.tables;
-  const int64_t slot = t.slots()[row], n = p.layer.n;
+  const int64_t slot = t.slots[row], n = p.layer.n;
   memset(delta, 0, (end - begin) * sizeof(float));
   if (slot < 0) return;
   int64_t start = 0;

@@ -8,17 +8,15 @@ namespace pageloom {
 
 // A layer's factors, of all adapters that are there, and which rows have which.
 struct AdapterTables {
-  const int32_t* step;  // how many rows have one; [most] the slot of each row, -1: none; [most] those rows, by slot
+  const int32_t* count;  // how many rows have one
+  const int32_t* slots;  // [most] of each row; -1: none
+  const int32_t* order;  // [most] the rows that have one, by slot
   int64_t most;
   const uint16_t* a;     // bf16 [slots][parts][max_rank][k]
   const uint16_t* b;     // bf16 [slots][max_rank][n]; of a gated layer all gates, then all ups
   const int32_t* ranks;  // [slots][parts]; 0: the adapter leaves those outputs alone
   const int32_t* ends;   // [parts], ascending: where each part ends among the n outputs
   int64_t parts, max_rank;
-
-  int64_t count() const { return step == nullptr ? 0 : step[0]; }
-  const int32_t* slots() const { return step + 1; }
-  const int32_t* order() const { return step + 1 + most; }
 };
 
 struct AdapterProblem {

@@ -27,8 +27,10 @@ inline AdapterTables checked_adapters(const AdapterTensors& t, const LinearProbl
                  op, ": b must be bfloat16 [slots, ", max_rank, ", ", p.n, "]");
   PAGELOOM_CHECK(whole(t.step, ScalarType::Int) && t.step.dim() == 1 && t.step.numel() % 2 == 1, op,
                  ": step must be int32 [1 + 2 tokens]");
-  return {static_cast<const int32_t*>(t.step.data_ptr()),  (t.step.numel() - 1) / 2,
-          static_cast<const uint16_t*>(t.a.data_ptr()),    static_cast<const uint16_t*>(t.b.data_ptr()),
+  const auto* const step = static_cast<const int32_t*>(t.step.data_ptr());
+  const int64_t most = t.step.numel() / 2;
+  return {step, step + 1, step + 1 + most, most,
+          static_cast<const uint16_t*>(t.a.data_ptr()), static_cast<const uint16_t*>(t.b.data_ptr()),
           static_cast<const int32_t*>(t.ranks.data_ptr()), static_cast<const int32_t*>(t.ends.data_ptr()),
           parts, max_rank};
 }

@@ -62,8 +62,8 @@ int64_t workers_for(int64_t products, int64_t units, int64_t threads) {
 // Of the adapters that rows have.
 int64_t ranks_of(const AdapterTables& t) {
   int64_t sum = 0;
-  for (int64_t i = 0; i < t.count(); ++i)
-    for (int64_t part = 0; part < t.parts; ++part) sum += t.ranks[t.slots()[t.order()[i]] * t.parts + part];
+  for (int64_t i = 0; i < *t.count; ++i)
+    for (int64_t part = 0; part < t.parts; ++part) sum += t.ranks[t.slots[t.order[i]] * t.parts + part];
   return sum;
 }
 
@@ -84,7 +84,7 @@ int64_t adapter_bytes(const LinearProblem& problem, const AdapterTables& tables)
 
 namespace {
 
-constexpr int64_t bytes_of_layer() { return aligned(sizeof(LinearLayer)) + 2 * aligned(sizeof(AdapterStage)); }
+int64_t bytes_of_layer() { return aligned(sizeof(LinearLayer)) + 2 * aligned(sizeof(AdapterStage)); }
 
 }  // namespace
 
@@ -109,7 +109,7 @@ void AdapterStages::add(const LinearLayer& layer, const AdapterTables& tables, L
   shrink.kernels = finish.kernels = adapter_kernels_of(kAuto);
   const int64_t ranks = ranks_of(tables);
   shrink.chunks = tables.parts * ceil_div(tables.max_rank, kAdapterRanks);
-  shrink.units = tables.count() * shrink.chunks;
+  shrink.units = *tables.count * shrink.chunks;
   shrink.workers = workers_for(ranks * p.k, shrink.units, threads_);
   shrink.work = shrink_some;
   finish.chunks = ceil_div(layer.problem.gate == Gate::kNone ? p.n : p.n / 2, kAdapterColumns);
@@ -123,7 +123,7 @@ void AdapterStages::add(const LinearLayer& layer, const AdapterTables& tables, L
 
 void run_adapted(const LinearLayer& layer, const AdapterTables& tables, const Threads& threads) {
   if (layer.problem.rows == 0) return;
-  if (tables.count() == 0) return run_linear(layer, threads);
+  if (!has_adapters(tables)) return run_linear(layer, threads);
   LinearStages linears(1, threads.count);
   AdapterStages adapted(1, adapter_bytes(layer.problem, tables), threads.count);
   std::vector<Stage*> stages;

@@ -8,6 +8,9 @@
 
 namespace pageloom {
 
+// Whether any row of the step has one.
+inline bool has_adapters(const AdapterTables& tables) { return tables.count != nullptr && *tables.count > 0; }
+
 const AdapterKernels* adapter_kernels_of(int64_t isa);
 
 // Memory that a layer with adapters needs beside its own, for as many rows.
