@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.adapters.request import LoRARequest as LoRARequest
     from engine.async_engine import AsyncEngine
     from engine.command_line import FlexibleArgumentParser
     from engine.config import EngineArgs
@@ -43,6 +44,7 @@ __all__ = [
     "FlexibleArgumentParser",
     "GuidedDecodingParams",
     "LLMEngine",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
@@ -56,6 +58,7 @@ _HOMES = {
     "LLM": "engine.llm",
     "AsyncEngine": "engine.async_engine",
     "EngineArgs": "engine.config",
+    "LoRARequest": "engine.adapters.request",
     "FlexibleArgumentParser": "engine.command_line",
     "SamplingParams": "engine.request",
     "RequestOutput": "engine.request",

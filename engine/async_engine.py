@@ -7,7 +7,6 @@ helper processes, the model in the core's process: the event loop only moves mes
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
@@ -15,14 +14,16 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
+from engine.adapters.peft import check_files
+from engine.adapters.request import LoRARequest
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache
 from engine.errors import EngineError, InvalidRequestError, ShutDownError
-from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, parse_prompt, spellings
+from engine.frontend.adapters import check_adapter
+from engine.frontend.admission import PROMPT_ONLY, Prompt, parse_prompt
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
-from engine.frontend.texts import check_name, check_params, check_text
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import check_token_ids
 from engine.models.description import ModelDescription
@@ -32,7 +33,6 @@ from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.replicas.choice import local_client, process_client
 from engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from engine.serving import Serving, start_serving
-from engine.step import Pooling
 
 _COMPILED_POLL_S = 0.05
 
@@ -81,6 +81,7 @@ class AsyncEngine:
         cache_salt: str | None = None,
         delta: bool = False,
         final_only: bool = False,
+        lora_request: LoRARequest | None = None,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end; without
@@ -96,8 +97,8 @@ class AsyncEngine:
             self.check_health()
             if delta and final_only:
                 raise InvalidRequestError("delta and final_only exclude each other", "final_only")
-            admitted = await self._admit(
-                engine, parse_prompt(prompt), sampling_params, request_id, priority, cache_salt
+            admitted = await engine.admit_async(
+                parse_prompt(prompt), sampling_params, request_id, priority, cache_salt, lora_request=lora_request
             )
             if not delta and not final_only:
                 kind = admitted.params.output_kind
@@ -129,7 +130,7 @@ class AsyncEngine:
             ids = await engine.token_ids(parsed, pooling_params or PoolingParams())
             salt = cache_salt if cache_salt is not None else parsed.cache_salt
             given = replace(parsed, token_ids=engine.truncated(ids, pooling_params))
-            admitted = await self._admit(engine, given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
+            admitted = await engine.admit_async(given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
             with engine.stream(admitted, arrival, final_only=True, watch=watch) as stream:
                 yield pooled_output(await stream.next(), pooling)
 
@@ -139,7 +140,7 @@ class AsyncEngine:
         self.check_health()
         engine.pinned.reserve(name)
         try:
-            admitted = await self._admit(engine, parse_prompt(prefix), PROMPT_ONLY, None, 0, None, pin=name)
+            admitted = await engine.admit_async(parse_prompt(prefix), PROMPT_ONLY, None, 0, None, pin=name)
         except BaseException:
             engine.pinned.release(name)
             raise
@@ -267,6 +268,12 @@ class AsyncEngine:
         )
         return token_ids
 
+    async def check_lora(self, adapter: LoRARequest) -> None:
+        """Its files are such that requests may name it. Raises `InvalidRequestError`."""
+        engine = await self._started()
+        check_adapter(adapter, engine.config.lora is not None, engine.config.limits)
+        await asyncio.to_thread(check_files, adapter, engine.model.spec, engine.config.lora)
+
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no sequence uses."""
         self.check_health()
@@ -356,43 +363,3 @@ class AsyncEngine:
     def _new_client(self, config: EngineConfig) -> CoreClient:
         self._client = self._client_factory(config)
         return self._client
-
-    async def _admit(
-        self,
-        engine: Serving,
-        parsed: ParsedPrompt,
-        params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-        pin: str | None = None,
-        pooling: Pooling | None = None,
-    ) -> AdmittedRequest:
-        name = (
-            secrets.token_hex(8) if request_id is None else check_name(request_id, "request_id", engine.config.limits)
-        )
-        given = params if params is not None else engine.default_sampling_params()
-        checked = check_params(given)
-        engine.admission.check_params(checked)
-        salt = cache_salt if cache_salt is not None else parsed.cache_salt
-        if salt is not None:
-            check_text(salt, "cache_salt")
-        token_ids = await engine.token_ids(parsed, checked)
-        structured = checked.structured_outputs
-        grammar = None if structured is None else await engine.grammars.check_async(structured)
-        with fails_alone("admitting the request"):
-            bad_words = await engine.tokenizer.encode_batch_async(spellings(checked), add_special_tokens=False)
-            return engine.admission.admit(
-                name,
-                parsed.text,
-                engine.admission.truncated(token_ids, checked),
-                checked,
-                priority=priority,
-                cache_salt=salt,
-                pin=pin,
-                wait_s=engine.config.limits.waiting_s,
-                bad_words=bad_words,
-                grammar=grammar,
-                pooling=pooling,
-                is_pair=parsed.is_pair,
-            )

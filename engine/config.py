@@ -14,11 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin
 
 import msgspec
 
+from engine.adapters.config import LoRAConfig
 from engine.command_line import P, add_options
 from engine.errors import ConfigError
 from engine.kv_settings import KVEventsConfig, KVTransferConfig
 from engine.limits import MAX_LOGPROBS, MAX_WAITING, Limits, limits_of, parse_limits
 from engine.parallel_config import ExecutorBackend, ParallelConfig, RayPlacement
+from engine.speculation_config import SpeculationConfig
 from engine.vllm_names import RENAMED, VLLMS_NAMES, StoredMethod, translated, unknown
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -179,6 +181,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     eplb_config: Annotated[
         dict[str, object], _about("""when, in steps, as '{"window_size": 1000, "step_interval": 3000}'""")
     ] = {}
+    enable_lora: Annotated[bool, _about("requests may name adapters (LoRA), which are computed in one batch (CPU)")] = (
+        False
+    )
+    max_lora_rank: Annotated[int | None, _about("largest rank of an adapter; default: 16")] = None
+    max_loras: Annotated[int | None, _about("adapters that rows of one step may have; default: 8")] = None
+    max_cpu_loras: Annotated[
+        int | None, _about("adapters that are kept as they were read; default: four times max_loras")
+    ] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],
@@ -306,29 +316,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """of a rank: what it keeps keys and values in (`kv_transfer/rank_caches.py`); None: memory of its own"""
 
 
-class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Drafts: tokens that are computed before it is known whether they come next. Names are vLLM's."""
-
-    method: Literal["ngram", "suffix", "draft_model", "eagle3"] | None = None
-    """where they come from; None: from grammars alone, which force some. ngram: what came after the same tokens earlier
-    in the prompt or the output; suffix: there and in recent outputs of all requests (`engine/runner/proposals.py`);
-    draft_model: a second, smaller model; eagle3: a head that sees the model's own hidden states
-    (`engine/runner/drafts.py`)"""
-    model: str | None = None
-    """draft_model: a Hugging Face directory or one GGUF file, with the same vocabulary; eagle3: a directory"""
-    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 10
-    """of each sequence in a step, at most: fewer where they would cost more than they bring. 0: none"""
-    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=64)] = 5
-    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2
-    """ngram: how many tokens must be the same, at best and at least"""
-    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=1, le=256)] = 24
-    """suffix: how many tokens may be the same"""
-    suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0, le=64)] = 1.0
-    """suffix: drafts for each token that is the same"""
-    suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
-    """suffix: of all places with the same tokens, the share that must go on with the same drafts"""
-
-
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     """rows of the device tables: sequences that run at once"""
@@ -398,3 +385,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: nothing is published"""
     kv_transfer: KVTransferConfig | None = None
     """None: no other engine has to do with its prompts"""
+    lora: LoRAConfig | None = None
+    """None: no adapters"""

@@ -127,6 +127,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt_chars: Annotated[int, _limit("characters of a cache salt")] = 1024
     name_chars: Annotated[int, _limit("characters of a request id, and of a pinned prefix's name")] = 256
     pinned_prefixes: Annotated[int, _limit("prefixes that are pinned at a time")] = 1024
+    lora_modules: Annotated[int, _limit("adapters that a server lists at a time")] = 4096
     beam_candidates: Annotated[int, _limit("candidates that each beam of a search brings, which stop tokens raise")] = (
         2048
     )

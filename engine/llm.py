@@ -9,11 +9,13 @@ from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from engine.adapters.request import LoRARequest
 from engine.batch_run import Progress, Shown, interrupts_between_steps
 from engine.config import EngineArgs, EngineConfig, ModelConfig, make_args
 from engine.core.client import CoreClient
 from engine.core.wire import CoreStats, ResetPrefixCache
 from engine.errors import InvalidRequestError, ShutDownError
+from engine.frontend.adapters import adapters_of
 from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompt
 from engine.frontend.conversation import ChatMessage
 from engine.frontend.failures import fails_alone
@@ -127,7 +129,7 @@ class LLM(PooledCalls, NotHere):
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         use_tqdm: Shown = True,
-        lora_request: object = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs in the order of the prompts. `prompt_token_ids` (vLLM's, of old): in place of
@@ -138,18 +140,19 @@ class LLM(PooledCalls, NotHere):
         stop_reason.
         """
         session = self._alive()
-        refuse(lora_request=lora_request)
         arrival = time.monotonic()
         parsed = with_token_ids(prompts, prompt_token_ids)
         params = self._per_prompt(sampling_params, len(parsed))
         if priority is not None and len(priority) != len(parsed):
             raise InvalidRequestError(f"{len(parsed)} prompts but {len(priority)} priorities", "priority")
+        adapters = adapters_of(lora_request, len(parsed))
         call = self._number_call()
         admitted = []
         for i, (prompt, ids) in enumerate(zip(parsed, self._token_ids(parsed, params), strict=True)):
             with naming_prompt(i, len(parsed)):
                 urgency = priority[i] if priority is not None else 0
-                admitted.append(session.admit(f"{call}.{i}", prompt, ids, params[i], priority=urgency))
+                name, adapter = f"{call}.{i}", adapters[i]
+                admitted.append(session.admit(name, prompt, ids, params[i], priority=urgency, lora_request=adapter))
         return self._run(admitted, arrival, use_tqdm)
 
     def chat(
@@ -157,7 +160,7 @@ class LLM(PooledCalls, NotHere):
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Shown = True,
-        lora_request: object = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -168,7 +171,7 @@ class LLM(PooledCalls, NotHere):
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of lists)."""
         self._alive()
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         check_format(chat_template_content_format)
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[ChatMessage]]", [messages] if one or not messages else messages)
@@ -187,20 +190,19 @@ class LLM(PooledCalls, NotHere):
             self._tokenizer.bound.check(text, "messages")
         ids = self._tokenizer.encode_batch(texts, add_special_tokens=False)  # the template wrote them out
         prompts: list[Prompt] = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids)]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: object = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: Shown = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` best sequences of each prompt, best first. `concurrency_limit` has no effect: as many run as
         there is room for. Raises as `generate`, and `RequestFailedError` for a search that failed."""
-        refuse(lora_request=lora_request)
-        outputs = self.generate(prompts, searched(params), use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, searched(params), use_tqdm=use_tqdm, lora_request=lora_request)
         return [beams_of(output, self._tokenizer) for output in outputs]
 
     def get_metrics(self) -> list[Metric]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from engine.adapters.request import LoRARequest
 from engine.errors import InvalidRequestError
 from engine.kv_transfer.params import FIELD, KVTransferParams, parse_kv_transfer_params
 from engine.limits import RANGES
@@ -324,7 +325,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
 
     @property
     def lora_request(self) -> None:
-        """vLLM's; there are no adapters."""
+        """vLLM's; the request's output has it."""
 
     @property
     def finished(self) -> bool:
@@ -350,13 +351,11 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     metrics: RequestMetrics | None = None
     """one for all outputs of a request: it goes on with it"""
 
-    @property
-    def lora_request(self) -> None:
-        """vLLM's, as the ones below; there are no adapters."""
+    lora_request: LoRARequest | None = None
 
     @property
     def encoder_prompt(self) -> None:
-        """There are no encoders."""
+        """vLLM's, as the one below; there are no encoders."""
 
     @property
     def encoder_prompt_token_ids(self) -> None:

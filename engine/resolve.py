@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from engine.adapters.settings import lora_of
 from engine.config import (
     CacheConfig,
     CompileConfig,
@@ -47,7 +48,6 @@ from engine.config import (
     ModelConfig,
     Quantization,
     SchedulerConfig,
-    SpeculationConfig,
 )
 from engine.errors import ConfigError
 from engine.hub import local_models
@@ -70,6 +70,7 @@ from engine.setting_checks import (
 )
 from engine.sizes import size_text
 from engine.speculation import speculation_of
+from engine.speculation_config import SpeculationConfig
 from engine.vllm_names import check_stored_as
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def resolve(
         parallel=parallel,
         kv_events=kv_events_of(args),
         kv_transfer=kv_transfer_of(args, kind),
+        lora=lora_of(args, kind, model),
     )
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from engine.adapters.request import LoRARequest
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError, CoreDiedError, EngineError, ShutDownError
-from engine.frontend.admission import AdmittedRequest, ParsedPrompt
-from engine.frontend.failures import CONTROL
+from engine.frontend.admission import AdmittedRequest, ParsedPrompt, spellings
+from engine.frontend.failures import CONTROL, fails_alone
+from engine.frontend.texts import check_name, check_params, check_text
 from engine.frontend.tokenizer import Tokenizer
 from engine.launched import leave_unless_first
 from engine.models.description import ModelDescription
@@ -25,6 +28,7 @@ from engine.pooling import PoolingParams
 from engine.replicas.client import ReplicatedClient
 from engine.request import RequestOutput, SamplingParams
 from engine.session import Session, load_tokenizer
+from engine.step import Pooling
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +150,46 @@ class Serving(Session):
         most = longest - 1 if isinstance(params, SamplingParams) else longest
         max_ids = most if params.truncate_prompt_tokens is None else None
         return await self.tokenizer.encode_async(text, max_ids=max_ids)
+
+    async def admit_async(
+        self,
+        parsed: ParsedPrompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+        pin: str | None = None,
+        pooling: Pooling | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> AdmittedRequest:
+        """Raises `InvalidRequestError`; changes nothing then."""
+        name = secrets.token_hex(8) if request_id is None else check_name(request_id, "request_id", self.config.limits)
+        given = params if params is not None else self.default_sampling_params()
+        checked = check_params(given)
+        self.admission.check_params(checked)
+        salt = cache_salt if cache_salt is not None else parsed.cache_salt
+        if salt is not None:
+            check_text(salt, "cache_salt")
+        token_ids = await self.token_ids(parsed, checked)
+        structured = checked.structured_outputs
+        grammar = None if structured is None else await self.grammars.check_async(structured)
+        with fails_alone("admitting the request"):
+            bad_words = await self.tokenizer.encode_batch_async(spellings(checked), add_special_tokens=False)
+            return self.admission.admit(
+                name,
+                parsed.text,
+                self.admission.truncated(token_ids, checked),
+                checked,
+                priority=priority,
+                cache_salt=salt,
+                pin=pin,
+                wait_s=self.config.limits.waiting_s,
+                bad_words=bad_words,
+                grammar=grammar,
+                pooling=pooling,
+                is_pair=parsed.is_pair,
+                lora_request=lora_request,
+            )
 
     async def pin(self, name: str, admitted: AdmittedRequest) -> int:
         """Its number of tokens. The name is reserved; whatever goes wrong, and whoever leaves, gives it back."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from engine.adapters.request import LoRARequest
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import AbortRequests, CoreReady, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
@@ -139,7 +140,14 @@ class Session:
     # -- a request ---------------------------------------------------------------------------------------------------
 
     def admit(
-        self, request_id: str, prompt: ParsedPrompt, token_ids: list[int], params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: ParsedPrompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> AdmittedRequest:
         """Raises `InvalidRequestError`; changes nothing then."""
         if prompt.cache_salt is not None:
@@ -154,6 +162,7 @@ class Session:
             priority=priority,
             cache_salt=prompt.cache_salt,
             grammar=None if structured is None else self.grammars.check(structured),
+            lora_request=lora_request,
         )
 
     def text_of(self, prompt: ParsedPrompt, params: SamplingParams | PoolingParams) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import get_args, get_type_hints
 
-from engine.config import EngineArgs, SpeculationConfig
+from engine.config import EngineArgs
 from engine.errors import ConfigError
 from engine.given_settings import read_setting
+from engine.speculation_config import SpeculationConfig
 
 
 def speculation_of(args: EngineArgs, device: str) -> SpeculationConfig:

@@ -63,13 +63,15 @@ class RowParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     row: int
     token_ids: list[int]
     """all tokens known now; positions 0 .. len-1"""
     prompt_len: int
     """the first `prompt_len` of them are the prompt; the rest was generated before a preemption"""
     params: RowParams
+    adapter_slot: int = -1
+    """where the adapter is that it is computed with; -1: it has none"""
 
 
 class Columns(msgspec.Struct, frozen=True, eq=False):

@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="refuse fields that the server does not know, instead of ignoring them, and requests without a model",
     )
     add_speech_options(parser)
+    add_lora_modules(parser)
     parser.add_argument(
         "--check",
         action="store_true",
@@ -118,6 +119,18 @@ def add_served_names(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(model_aliases=())
 
 
+def add_lora_modules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora-modules",
+        nargs="+",
+        type=_lora_module,
+        default=(),
+        metavar="NAME=PATH",
+        help="adapters as PEFT saves them, under the names that requests give (--enable-lora); also as JSON: "
+        """'{"name": "NAME", "path": "PATH", "base_model_name": "NAME"}'""",
+    )
+
+
 def add_speech_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tool-call-parser",
@@ -167,6 +180,24 @@ def _refuse_swallowed_model(parser: argparse.ArgumentParser, options: argparse.N
     """An option of several names takes a model that stands behind it for one of them."""
     if options.model is None and options.model_aliases and Path(options.model_aliases[-1]).exists():
         parser.error(f"--served-model-name takes {options.model_aliases[-1]} for a name: put the model before it")
+
+
+def _lora_module(text: str) -> object:
+    import msgspec
+
+    from entrypoints.server.adapters import LoRAModule
+
+    name, equals, path = text.partition("=")
+    try:
+        if text.startswith("{"):
+            return msgspec.json.decode(text, type=LoRAModule)
+    except msgspec.ValidationError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    except msgspec.DecodeError:
+        equals = ""
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=PATH nor a JSON object with name and path")
+    return LoRAModule(name, path)
 
 
 def _port(text: str) -> int:

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
+from engine.adapters.request import LoRARequest
 from engine.core.rounds import Rounds
 from engine.core.step_scheduler import KVReports, StepScheduler
 from engine.core.step_times import StepTimes
@@ -69,7 +70,13 @@ class GrammarCompiled(msgspec.Struct, frozen=True):
     grammar: str
 
 
-Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | News
+class AdapterLoaded(msgspec.Struct, frozen=True):
+    """What the thread that loads puts into the inbox."""
+
+    adapter: LoRARequest
+
+
+Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | AdapterLoaded | News
 Post = Callable[[Message], None]
 Inbox = SimpleQueue[Message]
 """What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
@@ -264,7 +271,7 @@ class CoreLoop:
     def _apply(self, message: Message) -> Sequence[Delta]:
         if message is STEP_DONE:
             return []
-        if isinstance(message, (StatsChanged, GrammarCompiled, FetchDone, LeaseEnded)):
+        if isinstance(message, (StatsChanged, GrammarCompiled, AdapterLoaded, FetchDone, LeaseEnded)):
             self.news_taken += 1
             return self._hear(message)
         self.taken += 1
@@ -290,9 +297,11 @@ class CoreLoop:
                 return [message]
         return []
 
-    def _hear(self, message: StatsChanged | GrammarCompiled | News) -> Sequence[Delta]:
+    def _hear(self, message: StatsChanged | GrammarCompiled | AdapterLoaded | News) -> Sequence[Delta]:
         if isinstance(message, GrammarCompiled):
             return self._scheduler.grammar_compiled(message.grammar)
+        if isinstance(message, AdapterLoaded):
+            return self._scheduler.adapter_loaded(message.adapter)
         self._has_news = True
         return [] if isinstance(message, StatsChanged) else self._scheduler.transferred(message)
 

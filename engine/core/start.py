@@ -9,13 +9,15 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import cast
 
+from engine.adapters.request import LoRARequest
+from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.core.kv_reports import KVEventReports
-from engine.core.loop import STATS_CHANGED, CoreLoop, GrammarCompiled, Inbox, Post
+from engine.core.loop import STATS_CHANGED, AdapterLoaded, CoreLoop, GrammarCompiled, Inbox, Post
 from engine.core.rounds import Rounds, in_rounds
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError
-from engine.executor.interface import Executor, HoldsPages
+from engine.executor.interface import Executor, HoldsAdapters, HoldsPages
 from engine.executor.kernels_ahead import build_ahead, check_cache
 from engine.grammars.compiler import GrammarCompiler
 from engine.kv_cache.kv_cache import KVCache
@@ -110,7 +112,8 @@ def _build(
         connector.attach(memory)
         layout = memory.layout
     rounds = Rounds(config.scheduler.steps_in_flight) if in_rounds(config) else None
-    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector)
+    adapters = _adapters(config, executor, None if waits else lambda adapter: post(AdapterLoaded(adapter)))
+    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector, adapters)
     in_flight = config.scheduler.steps_in_flight
     ends = connector.close if isinstance(connector, EngineConnector) else lambda: None
     loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends)
@@ -131,6 +134,17 @@ def _build(
     )
     _log(ready, warm_up, load)
     return loop, ready
+
+
+def _adapters(
+    config: EngineConfig, executor: Executor, notify: Callable[[LoRARequest], None] | None
+) -> AdapterStore | None:
+    if config.lora is None:
+        return None
+    tables = executor.adapter_tables() if isinstance(executor, HoldsAdapters) else None
+    if tables is None:
+        raise ConfigError("enable_lora: this executor's adapters are not in the core's process")
+    return AdapterStore(tables, notify)
 
 
 def _log(ready: CoreReady, warm_up: WarmUpReport, load: LoadReport) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.adapters.request import LoRARequest
 from engine.core.wire import AddRequest, CoreStats, Delta, KVDigests
 from engine.kv_transfer.interface import News
 from engine.step import StepMasks, StepPlan, StepResult
@@ -48,6 +49,8 @@ class StepScheduler(Protocol):
     def complete(self, result: StepResult, seconds: float = 0.0) -> Sequence[Delta]: ...
 
     def grammar_compiled(self, grammar: str) -> Sequence[Delta]: ...
+
+    def adapter_loaded(self, adapter: LoRARequest) -> Sequence[Delta]: ...
 
     def transferred(self, news: News) -> Sequence[Delta]: ...
 

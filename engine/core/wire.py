@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from engine.adapters.request import LoRARequest
 from engine.kv_transfer.params import KVTransferParams
 from engine.request import FinishReason
 from engine.step import RowParams, TokenLogprobs
@@ -60,6 +61,13 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """keep the whole blocks of the prompt under this name when they are computed, until `UnpinPrefix`"""
     kv_transfer: KVTransferParams | None = None
     """its prompt is computed for another engine, or by one"""
+    lora_request: LoRARequest | None = None
+    """the adapter that all of it is computed with"""
+
+    @property
+    def adapter_key(self) -> str | None:
+        """Prefix blocks are shared only among requests with an equal one."""
+        return None if self.lora_request is None else self.lora_request.key
 
     @property
     def request_ids(self) -> list[str]:

@@ -12,29 +12,6 @@ from attention_backends.toolchain import KernelLibrary
 CSRC = Path(__file__).parent / "csrc"
 _QUANTISED_ISAS = ("portable", "avx2", "avx512", "avx512vnni")  # nothing in them multiplies bf16
 
-_HEADERS = (
-    "linear.h",
-    "epilogue.h",
-    "amx_passes.h",
-    "prologue.h",
-    "linear_schedule.h",
-    "group_dots.h",
-    "group_floats.h",
-    "group_formats.h",
-    "group_k_quants.h",
-    "hadamard.h",
-    "int_dot.h",
-    "prepare_rows.h",
-    "binding.h",
-    "tape.h",
-    "linear_work.h",
-    "experts.h",
-    "experts_schedule.h",
-    "expert_batch.h",
-    "experts_binding.h",
-    "states.h",
-)
-
 
 def sources() -> NativeSources:
     shared = ("crew.h", "lent_threads.h", "native_call.h", "native_group.h", "simd.h", "stages.h", "torch_abi.h")
@@ -54,6 +31,7 @@ def sources() -> NativeSources:
             Unit(CSRC / "linear_float.cpp", ("portable", "avx2", "avx512"), optimise="-O2"),
             Unit(CSRC / "mix_states.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
             Unit(CSRC / "combine_rows.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
+            Unit(CSRC / "adapters.cpp", ("portable", "avx2", "avx512", "avx512bf16"), optimise="-O2"),
             Unit(CSRC / "linear_amx_group.cpp", ("amx",)),
             Unit(CSRC / "linear_amx_int8.cpp", ("amx",)),
             Unit(
@@ -64,6 +42,8 @@ def sources() -> NativeSources:
             ),
             Unit(CSRC / "linear_decode.cpp", optimise="-O2"),
             Unit(CSRC / "linear_schedule.cpp", optimise="-O2"),
+            Unit(CSRC / "adapters_schedule.cpp", optimise="-O2"),
+            Unit(CSRC / "adapters_binding.cpp", optimise="-O1"),
             Unit(CSRC / "experts_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "states_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "expert_sort.cpp", optimise="-O2"),
@@ -72,7 +52,7 @@ def sources() -> NativeSources:
             Unit(CSRC / "tape.cpp", optimise="-O2"),
             Unit(CSRC / "linear_isa.cpp", optimise="-O2"),
         ),
-        headers=(*(CSRC / name for name in _HEADERS), *(SHARED_CSRC / name for name in shared)),
+        headers=(*sorted(CSRC.glob("*.h")), *(SHARED_CSRC / name for name in shared)),
         include=(CSRC, SHARED_CSRC),
     )
 

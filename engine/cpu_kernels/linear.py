@@ -112,6 +112,9 @@ class LinearOps:
     combine_experts(rows bf16 [rows, k], positions int32 [tokens, top_k], weights float32 [tokens, top_k], residual,
     isa) → bf16 [tokens, k]: the end of `packed_experts` alone, where others made the rows that tokens chose; position
     -1: there is none.
+    adapted_linear(x, weight, n, format, bias, norm_weight, norm_eps, residual, gate, step, a, b, ranks, ends) →
+    `packed_linear` with B (A x) of each row's adapter added to the product (`engine/adapters/linear.py`), and its bits
+    where no row has one.
     route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) →
     ids int32 [tokens, top_k], best first, equal ones by index; weights float32 [tokens, top_k]. Kinds:
     `experts.Routing`; a bias goes with scores of all experts, groups with its last.
@@ -126,6 +129,7 @@ class LinearOps:
     packed_embedding: OpOverload
     packed_experts: OpOverload
     combine_experts: OpOverload
+    adapted_linear: OpOverload
     route: OpOverload
     mix_states: OpOverload
     choose_reading: Callable[[int, bool], None]
@@ -149,6 +153,7 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         torch.library.register_fake(f"{namespace}::rotate_heads", _fake_rotation)
         torch.library.register_fake(f"{namespace}::packed_embedding", _fake_embedding)
         torch.library.register_fake(f"{namespace}::packed_experts", _fake_experts)
+        torch.library.register_fake(f"{namespace}::adapted_linear", _fake_adapted)
         torch.library.register_fake(f"{namespace}::route", _fake_route)
     supported = ops.supported_isas()
     isas = tuple(isa for number, isa in enumerate(ISAS, 1) if supported >> number & 1)
@@ -159,6 +164,7 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         ops.packed_embedding.default,
         ops.packed_experts.default,
         ops.combine_experts.default,
+        ops.adapted_linear.default,
         ops.route.default,
         ops.mix_states.default,
         ops.choose_reading.default,
@@ -179,6 +185,25 @@ def _fake_linear(
     isa: int,
 ) -> torch.Tensor:
     return x.new_empty((x.size(0), n // 2 if gate else n), dtype=torch.float32 if wide else torch.bfloat16)
+
+
+def _fake_adapted(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    n: int,
+    format: int,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    residual: torch.Tensor | None,
+    gate: int,
+    step: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ranks: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    return x.new_empty((x.size(0), n // 2 if gate else n))
 
 
 def _fake_rotation(

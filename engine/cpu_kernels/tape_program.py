@@ -25,7 +25,14 @@ _INPUT, _RESULT, _SCRATCH = range(3)
 _ATTENTION = 0
 _ROTATION = 2
 _SUM = 5
-_OPERATORS = {"packed_linear": 1, "rotate_heads": _ROTATION, "route": 3, "packed_experts": 4, "all_reduce": _SUM}
+_OPERATORS = {
+    "packed_linear": 1,
+    "rotate_heads": _ROTATION,
+    "route": 3,
+    "packed_experts": 4,
+    "all_reduce": _SUM,
+    "adapted_linear": 6,
+}
 """numbers as in `csrc/tape_binding.cpp`"""
 _NAMESPACES = ("pageloom_linear", "pageloom_parallel")
 _SIZES = {torch.bfloat16: 2, torch.float32: 4, torch.int32: 4}

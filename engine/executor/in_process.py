@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from compilation.behind import CompileJob, Swap
+from engine.adapters.tables import AdapterTables
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.executor.affinity import Binding, Places
@@ -72,6 +73,9 @@ class Runner(Protocol):
         ...
 
     def kv_memory(self) -> KVMemory: ...
+
+    @property
+    def adapters(self) -> AdapterTables | None: ...
 
     def idle_work(self) -> bool:
         """A bounded piece of work between steps, after `warm_up`; False when nothing is left."""
@@ -211,6 +215,9 @@ class InProcessExecutor:
 
     def kv_memory(self) -> KVMemory:
         return self._call(lambda: self._loaded().kv_memory())
+
+    def adapter_tables(self) -> AdapterTables | None:
+        return self._loaded().adapters
 
     def close(self) -> None:
         """Lets the running steps end, drops those behind them, joins the threads."""

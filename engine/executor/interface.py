@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
+from engine.adapters.tables import AdapterTables
 from engine.executor.team import Team
 from engine.kv_transfer.memory import KVMemory
 from engine.reports import LoadReport, WarmUpReport
@@ -81,4 +82,13 @@ class HoldsPages(Protocol):
 
     def kv_memory(self) -> KVMemory:
         """The allocated cache as bytes, for a transfer. Raises `EngineError` on another device than a CPU."""
+        ...
+
+
+@runtime_checkable
+class HoldsAdapters(Protocol):
+    """An executor whose adapters are in this process' memory."""
+
+    def adapter_tables(self) -> AdapterTables | None:
+        """None: the model has none."""
         ...

@@ -15,9 +15,11 @@ from typing import NotRequired, TypedDict, TypeGuard
 
 import msgspec
 
+from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
 from engine.core.wire import AddRequest, BeamParams, Follower, candidates_of
 from engine.errors import InvalidRequestError
+from engine.frontend.adapters import check_adapter
 from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
 from engine.kv_transfer.params import FIELD, KVTransferParams
@@ -162,6 +164,7 @@ class Admission:
         self._policy = config.scheduler.policy
         self._limits: Limits = config.limits
         self._transfer = config.kv_transfer
+        self._serves_adapters = config.lora is not None
         eos = set(config.model.eos_token_ids)
         if tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
@@ -184,6 +187,7 @@ class Admission:
         grammar: str | None = None,
         pooling: Pooling | None = None,
         is_pair: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> AdmittedRequest:
         """Raises `InvalidRequestError` naming the field at fault; changes nothing then.
 
@@ -195,19 +199,14 @@ class Admission:
             raise InvalidRequestError(self._generates_not, "model")
         self._check_prompt(prompt_token_ids, pooling is None, self._fed_ids if is_pair else self._vocab_size)
         self.check_params(params)
-        self._check_place(request_id, priority, cache_salt)
+        self._check_place(request_id, priority, cache_salt, lora_request)
         max_tokens = self._max_tokens(len(prompt_token_ids), params) if pooling is None else 1
         if bad_words is None:
             bad_words = [self._tokenizer.encode(text, add_special_tokens=False) for text in spellings(params)]
         template = self._row_params(params, bad_words)
         if pooling is not None:
             template = msgspec.structs.replace(template, pooling=pooling)
-        base = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
-        count = params.n if params.use_beam_search else params.num_samples
-        first, *others = (
-            Follower(request_id=f"{request_id}:{serial}:{i}", seed=_seed_of(base, i)) for i in range(count)
-        )
+        first, *others = self._samples(request_id, params)
         message = AddRequest(
             request_id=first.request_id,
             prompt_token_ids=prompt_token_ids,
@@ -221,6 +220,7 @@ class Admission:
             pin=pin,
             wait_s=wait_s,
             kv_transfer=self._kv_transfer(params),
+            lora_request=lora_request,
         )
         return AdmittedRequest(
             request_id=request_id,
@@ -230,8 +230,16 @@ class Admission:
             message=message,
         )
 
-    def _check_place(self, request_id: str, priority: int, cache_salt: str | None) -> None:
+    def _samples(self, request_id: str, params: SamplingParams) -> list[Follower]:
+        base = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        serial = next(self._serial)  # a client may use an id again while the old one's last outputs are on their way
+        count = params.n if params.use_beam_search else params.num_samples
+        return [Follower(request_id=f"{request_id}:{serial}:{i}", seed=_seed_of(base, i)) for i in range(count)]
+
+    def _check_place(self, request_id: str, priority: int, cache_salt: str | None, adapter: LoRARequest | None) -> None:
         """Among other requests."""
+        if adapter is not None:
+            check_adapter(adapter, self._serves_adapters, self._limits)
         self._limits.check("name_chars", len(request_id), "request_id")
         self._limits.check("cache_salt_chars", len(cache_salt or ""), "cache_salt")
         RANGES["priority"].check("priority", priority)

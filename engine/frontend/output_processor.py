@@ -319,6 +319,7 @@ class OutputProcessor:
             pooled=None if request.pooled is None else request.pooled.vectors(),
             kv_transfer_params=request.kv_transfer,
             metrics=request.metrics,
+            lora_request=request.admitted.message.lora_request,
         )
 
     def _prompt_logprobs(self, request: _Request) -> list[LogprobsAt | None] | None:

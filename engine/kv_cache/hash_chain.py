@@ -1,4 +1,4 @@
-"""Names for what a KV block holds: a chain of digests over (parent, tokens), rooted in the cache salt.
+"""Names for what a KV block holds: a chain of digests over (parent, tokens), rooted in the cache salt and the adapter.
 
 The KV of a token depends on every token before it, so a block's name must too: digest i = H(digest i-1, tokens of
 block i). A real hash (BLAKE2b, 256 bits), because a collision would silently answer one user from another user's
@@ -24,10 +24,13 @@ class HashChain:
 
     __slots__ = ("_block_size", "_pack", "_root", "digests", "salt")
 
-    def __init__(self, block_size: int, salt: str | None) -> None:
+    def __init__(self, block_size: int, salt: str | None, adapter: str | None = None) -> None:
         self.salt, self._block_size, self._pack = salt, block_size, _packing(block_size)
         # The prefix byte keeps "no salt" apart from the empty salt.
         extra = b"\0" if salt is None else b"\1" + salt.encode("utf-8", "surrogatepass")
+        if adapter is not None:
+            name = adapter.encode("utf-8", "surrogatepass")
+            extra = b"\2" + len(name).to_bytes(8, "little") + name + extra
         self._root = blake2b(extra, digest_size=_DIGEST_BYTES, person=b"kv-prefix-root").digest()
         self.digests: list[bytes] = []
 

@@ -116,9 +116,9 @@ class KVCache:
     def _most(self, num_tokens: int, window: Window) -> int:
         return most_blocks(num_tokens, window, self.block_size, self._max_query_len)
 
-    def open(self, salt: str | None = None) -> SequenceBlocks:
-        """An empty sequence. Blocks are shared only among sequences of equal ``salt``."""
-        return SequenceBlocks(self.num_groups, HashChain(self.block_size, salt))
+    def open(self, salt: str | None = None, adapter: str | None = None) -> SequenceBlocks:
+        """An empty sequence. Blocks are shared only among sequences of equal ``salt`` and ``adapter``."""
+        return SequenceBlocks(self.num_groups, HashChain(self.block_size, salt, adapter))
 
     def match_prefix(self, blocks: SequenceBlocks, tokens: Tokens[int], limit: int) -> PrefixHit:
         """The longest run of cached blocks that holds the head of ``tokens``, at most ``limit`` tokens of it.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.config import SpeculationConfig
 from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.models.description import ModelDescription, describe
 from engine.models.eagle_spec import EagleSpec, read_eagle_spec
 from engine.models.facts import ModelFacts
 from engine.models.spec import DecoderSpec
+from engine.speculation_config import SpeculationConfig
 
 
 class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -109,7 +109,7 @@ class Router:
     def places(self, request: AddRequest) -> list[Place]:
         """The replicas that may be chosen, the best one first; none: all are draining."""
         tokens, size = request.prompt_token_ids, self._block_size
-        chain = HashChain(size, request.cache_salt)
+        chain = HashChain(size, request.cache_salt, request.adapter_key)
         open_to = [replica for replica, load in self._loads.items() if not load.draining]
         blocks = max(len(tokens) - 1, 0) // size  # a hit leaves a token to compute
         found = self.index.matched((chain.digest(index, tokens) for index in range(blocks)), open_to)
@@ -121,7 +121,11 @@ class Router:
             if load.free_tokens is not None:  # what has no room waits until as much has become free
                 work += max(len(tokens) - cached + generated - load.free_tokens, 0.0)
             places.append(Place(replica, work, cached, chain))
-        key = chain.digest(0, tokens) if len(tokens) >= size else repr((request.cache_salt, tokens)).encode()
+        key = (
+            chain.digest(0, tokens)
+            if len(tokens) >= size
+            else repr((request.cache_salt, request.adapter_key, tokens)).encode()
+        )
         return sorted(places, key=lambda place: (place.work, blake2b(key + place.replica.to_bytes(4, "big")).digest()))
 
     def sent(self, request: AddRequest, place: Place, sequences: int | None = None) -> None:

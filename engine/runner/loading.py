@@ -16,6 +16,7 @@ from attention_backends.interface import AttentionBackend
 from attention_backends.registry import NoBackendError, select
 from attention_backends.toolchain import BuildError
 from compilation.graphs import dispatcher
+from engine.adapters.tables import AdapterTables
 from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.cpu_kernels.reading import choose_reading
@@ -163,6 +164,7 @@ class RunnerParts:
     """of ranks that divide positions, not heads, of keys and values"""
     exchange: ExpertExchange | None = None
     """of replicas, over which experts are divided"""
+    adapters: AdapterTables | None = None
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -205,14 +207,8 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     if on_host is not None:
         choose_reading(on_host.ops, weight_bytes(model), Path(config.compile.cache_dir))
     draft_parts = None if draft is None else load_draft(config, draft, model, on_host)
-    exchange = None
-    if replicas is not None:
-        assert isinstance(model, Decoder)
-        exchange = ExpertExchange(replicas, dtype, facts.num_layers)
-        assert config.parallel.experts is not None
-        join_experts(model, exchange, config.parallel.experts, replicas.size)
-        if config.parallel.eplb is not None:
-            exchange.move(config.parallel.eplb)
+    exchange = None if replicas is None else _exchange(config, model, replicas, dtype)
+    adapters = _adapters(config, model)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -230,7 +226,26 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
         context=_context_group(config, description.facts, group),
         exchange=exchange,
+        adapters=adapters,
     )
+
+
+def _exchange(
+    config: EngineConfig, model: Decoder | FallbackModel, replicas: Group, dtype: torch.dtype
+) -> ExpertExchange:
+    assert isinstance(model, Decoder) and config.parallel.experts is not None
+    exchange = ExpertExchange(replicas, dtype, len(model.spec.layers))
+    join_experts(model, exchange, config.parallel.experts, replicas.size)
+    if config.parallel.eplb is not None:
+        exchange.move(config.parallel.eplb)
+    return exchange
+
+
+def _adapters(config: EngineConfig, model: Decoder | FallbackModel) -> AdapterTables | None:
+    if config.lora is None:
+        return None
+    assert isinstance(model, Decoder)  # resolving refuses others
+    return AdapterTables(model, model.spec, config.lora, config.scheduler.max_num_batched_tokens)
 
 
 _Place = tuple[Group | None, Shard | None, Stage | None]

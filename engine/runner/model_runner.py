@@ -80,6 +80,7 @@ class ModelRunner:
         self._device = device = device_of(config)
         self._facts, self._dtype, self._dtype_bytes = parts.facts, parts.dtype, parts.dtype.itemsize
         self._model, self._group, self._exchange = parts.model, parts.group, parts.exchange
+        self.adapters = parts.adapters
         self._all_ranks = true_in_all(parts.group, device)
         self._run: Callable[..., torch.Tensor] = parts.model
         self._compiled: CompiledModel | None = None
@@ -337,6 +338,8 @@ class ModelRunner:
         given = batch.input_ids if self._before is None else self._before.receive(plan.step_id, batch.num_tokens)
         self._observer.mark(step_profile.ATTENTION_PLAN)
         self._attention.begin_step(batch.attention)
+        if self.adapters is not None:
+            self.adapters.begin_step(self._table.adapter_slots, batch.rows)
         self._observer.mark(step_profile.MODEL)
         if batch.dispatch.route == "eager" or self._graphs is None:
             observed = self._observed if self._is_watched else None

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import torch
 
-from engine.config import SpeculationConfig
 from engine.runner.batch import StepBatch
 from engine.runner.kernels.ngram import DraftKernels, SuffixKernels, cpu_draft_kernels, select_draft_kernels
 from engine.runner.kernels.ngram_host import END
 from engine.runner.request_table import RequestTable
 from engine.sampling.upload import upload
+from engine.speculation_config import SpeculationConfig
 
 _RECENT_TOKENS = 1 << 16
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from engine.errors import in_words
@@ -61,6 +62,8 @@ class RequestTable:
         """rows that asked for the log-probabilities of their prompt → how many alternatives"""
         self.pooling: dict[int, Pooling] = {}
         """rows of which hidden states are wanted, and which"""
+        self.adapter_slots = np.full(max_rows, -1, dtype=np.int32)
+        """int32 [rows], on the host: each row's adapter; -1: none"""
         self.failed: dict[int, str] = {}
         """rows that hold what could not be applied, and why: they end with the step that is told of it"""
 
@@ -99,6 +102,7 @@ class RequestTable:
             raise ValueError(f"row {row} was released, but holds nothing")
         self.prompt_logprobs.pop(row, None)
         self.pooling.pop(row, None)
+        self.adapter_slots[row] = -1
         self.failed.pop(row, None)
 
     def _add(self, new: NewRow) -> None:
@@ -109,6 +113,7 @@ class RequestTable:
                 f"row {new.row} was added with prompt_len {new.prompt_len} and {len(new.token_ids)} known tokens"
             )
         self.prompt_len[new.row] = new.prompt_len
+        self.adapter_slots[new.row] = new.adapter_slot
         if new.params.prompt_logprobs is not None:
             self.prompt_logprobs[new.row] = new.params.prompt_logprobs
         if new.params.pooling is not None:

@@ -10,6 +10,7 @@ from engine.core.wire import AddRequest, BeamParams
 from engine.errors import InvalidRequestError, QueueFullError
 from engine.grammars.interface import Matcher
 from engine.kv_transfer.interface import FetchDone
+from engine.scheduling.adapted import Adapted
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.constrained import Constrained
 from engine.scheduling.fetches import Fetches
@@ -20,18 +21,21 @@ from engine.step import RowParams
 
 
 class Arrivals:
-    def __init__(self, config: SchedulerConfig, held: Holdings, constrained: Constrained, fetches: Fetches) -> None:
+    def __init__(
+        self, config: SchedulerConfig, held: Holdings, constrained: Constrained, fetches: Fetches, adapted: Adapted
+    ) -> None:
         self._config = config
         self._fetches = fetches
         self._held = held
-        self._constrained = constrained
+        self._constrained, self._adapted = constrained, adapted
         self._number = 0
         """of the next sequence"""
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for their grammar, or for pages, too."""
-        return len(self._held.waiting) + self._held.following + len(self._constrained) + len(self._fetches)
+        """Those that wait for their grammar, their adapter or pages, too."""
+        elsewhere = len(self._constrained) + len(self._adapted) + len(self._fetches)
+        return len(self._held.waiting) + self._held.following + elsewhere
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
@@ -42,6 +46,7 @@ class Arrivals:
             if request_id in held.live:
                 raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
         need = check_servable(request, max_total, self._config, held.kv, held.pins.num_blocks)
+        self._adapted.check(request.lora_request)
         waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
         if waiting and waiting + new > self._config.max_waiting:
             raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
@@ -92,8 +97,9 @@ class Arrivals:
 
     def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
         key = (request.priority if self._config.policy == "priority" else 0, self._number)
-        blocks = self._held.kv.open(request.cache_salt)
+        blocks = self._held.kv.open(request.cache_salt, request.adapter_key)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
+        seq.adapter = request.lora_request
         self._number += 1
         return seq
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from engine.errors import InvalidRequestError
 from engine.grammars.interface import Grammars, Matcher
+from engine.scheduling.adapted import Adapted
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.steps_in_flight import StepsInFlight
@@ -12,8 +13,8 @@ from engine.step import StepMasks
 
 
 class Constrained:
-    def __init__(self, held: Holdings, steps: StepsInFlight, grammars: Grammars | None) -> None:
-        self._held = held
+    def __init__(self, held: Holdings, steps: StepsInFlight, grammars: Grammars | None, adapted: Adapted) -> None:
+        self._held, self._adapted = held, adapted
         self._steps = steps
         self._grammars = grammars
         self._preparing: dict[str, list[list[Sequence]]] = {}
@@ -53,9 +54,14 @@ class Constrained:
         return failed
 
     def queue(self, samples: list[Sequence], start: Matcher | None) -> None:
-        """A request's sequences, or the members of its search, take their places."""
+        """A request's sequences, or the members of its search, take their places, or wait for their adapter first."""
         for seq in samples:
             seq.matcher = None if start is None else start.copy()
+        if self._adapted.enter(samples):
+            self.place(samples)
+
+    def place(self, samples: list[Sequence]) -> None:
+        """Nothing is missing any more."""
         leader, *others = samples
         if leader.group is not None:
             for seq in others:

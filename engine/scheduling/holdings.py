@@ -10,6 +10,7 @@ from engine.kv_cache.leases import Leases
 from engine.kv_cache.pins import Pins
 from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.kv_cache.swapping import swap_in
+from engine.scheduling.adapted import Adapted
 from engine.scheduling.failures import Failures
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
 from engine.scheduling.running_rows import RunningRows
@@ -19,8 +20,11 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Holdings:
-    def __init__(self, kv: KVCache, rows: RunningRows, costs: PreemptionCosts, leases: Leases) -> None:
+    def __init__(
+        self, kv: KVCache, rows: RunningRows, costs: PreemptionCosts, leases: Leases, adapted: Adapted
+    ) -> None:
         self.kv = kv
+        self._adapted = adapted
         self.leases = leases
         self.costs = costs
         self.pins = Pins(kv)
@@ -184,6 +188,7 @@ class Holdings:
     def _stop(self, seq: Sequence, findable: bool) -> None:
         before, seq.status = seq.status, Status.FINISHED
         self.let_go_of_landed(seq)
+        self._adapted.leave(seq)
         if seq.hands_over:
             self.leases.drop(seq.request_id)
         if before is Status.RUNNING:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from engine.adapters.interface import AdapterLoader
+from engine.adapters.request import LoRARequest
 from engine.config import SchedulerConfig
 from engine.core.wire import AddRequest, CoreStats, Delta, SequenceDelta
 from engine.grammars.interface import Grammars
@@ -20,6 +22,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.leases import Leases
 from engine.kv_cache.sequence_blocks import Growth
 from engine.kv_transfer.interface import Connector, LeaseEnded, News
+from engine.scheduling.adapted import Adapted
 from engine.scheduling.admission import Admission
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
@@ -51,23 +54,27 @@ class Scheduler:
         grammars: Grammars | None = None,
         exact: bool = False,
         connector: Connector | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """`swap_block_s`: seconds that a block takes to the host tier and back. `exact`: nothing is planned of a
-        sequence before it is known how many of its drafts were right. `connector`: to other engines, if any."""
+        sequence before it is known how many of its drafts were right. `connector`: to other engines, if any.
+        `adapters`: who loads them, if there are any."""
         self._config = config
         self._kv = kv
         self._costs = StepCosts()
         rows = RunningRows(config.max_num_seqs, exact, config.stages, config.row_tokens)
         self._leases = Leases(kv, connector)
-        self._held = Holdings(kv, rows, PreemptionCosts(config.preemption, swap_block_s, self._costs), self._leases)
+        self._steps = StepsInFlight()
+        self._adapted = Adapted(self._steps, adapters)
+        preemption = PreemptionCosts(config.preemption, swap_block_s, self._costs)
+        self._held = Holdings(kv, rows, preemption, self._leases, self._adapted)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._outcomes = Outcomes(self._held, self._speculation)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
-        self._steps = StepsInFlight()
-        self._constrained = Constrained(self._held, self._steps, grammars)
+        self._constrained = Constrained(self._held, self._steps, grammars, self._adapted)
         self._fetches = Fetches(self._held, self._steps, connector)
-        self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches)
+        self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches, self._adapted)
         self._num_steps = 0
         self._placement = Placement(self._held)
         self._admission = Admission(config, self._held, self._placement)
@@ -96,12 +103,19 @@ class Scheduler:
         for seq, reason, kind in self._held.failures.take():
             if seq.status is not Status.FINISHED:
                 deltas += self._end_with_error(seq, reason, kind)
+        for seq, reason in self._adapted.take_failed():
+            deltas += self._end_with_error(seq, reason, "invalid")
         return deltas
 
     def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:
         """Those that wait for it may start, or end with what is wrong with it."""
         failed = self._constrained.compiled(grammar)
         return [delta for seq, reason in failed for delta in self._end_with_error(seq, reason, "invalid")]
+
+    def adapter_loaded(self, adapter: LoRARequest) -> list[SequenceDelta]:
+        """Those that wait for it may start, or end with what is wrong with it."""
+        self._adapted.loaded(adapter)
+        return self.end_failed()
 
     def transferred(self, news: News) -> list[SequenceDelta]:
         """Pages have come, or will not; a lease is over."""
@@ -130,6 +144,8 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before results arrive (or at all)."""
+        for samples in self._adapted.take_ready():
+            self._constrained.place(samples)
         while True:
             draft, preempted = self._draft()
             step = draft.planned()
@@ -240,6 +256,7 @@ class Scheduler:
         `seconds`: what it took, if that is known."""
         step = self._steps.pop(result)
         self._fetches.go_on()
+        self._adapted.go_on()
         if seconds:
             self._costs.observe(step.rows, sum(result.drafted), seconds)
         return [*self._outcomes.of(step, result), *self.end_failed()]
@@ -253,8 +270,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """A sequence is unfinished that waits for no grammar or pages, or a step is unanswered."""
-        if not len(self._constrained) and not len(self._fetches):
+        """A sequence is unfinished that waits for no grammar, adapter or pages, or a step is unanswered."""
+        if self._adapted.has_news or not (len(self._constrained) or len(self._adapted) or len(self._fetches)):
             return bool(self._live or self._steps)
         elsewhere = (Status.PREPARING, Status.FETCHING)
         return bool(self._steps) or any(seq.status not in elsewhere for seq in self._live.values())

@@ -11,13 +11,14 @@ from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
 from engine.step import RowParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from engine.adapters.request import LoRARequest
     from engine.grammars.interface import Matcher
     from engine.scheduling.beam_group import BeamGroup
 
 
 class Status(enum.Enum):
     PREPARING = enum.auto()
-    """its grammar compiles; it holds nothing"""
+    """its grammar compiles, or its adapter is not there; it holds nothing"""
     FETCHING = enum.auto()
     """what another engine has computed of its prompt is on its way; it holds nothing"""
     FOLLOWING = enum.auto()
@@ -66,6 +67,9 @@ class Sequence:
     """its prompt is computed for another engine, which reads its blocks when it has ended"""
     landed: list[int] = field(default_factory=list)
     """blocks of the host tier that are held for it until it starts"""
+    adapter: LoRARequest | None = None
+    slot: int = -1
+    """the adapter's, from before the sequence waits for a row until it has ended"""
     matcher: Matcher | None = None
     """how far what has arrived has come in the request's grammar"""
     drafts: list[int] = field(default_factory=list)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.config import SpeculationConfig
 from engine.lookup import continuation
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence
+from engine.speculation_config import SpeculationConfig
 from engine.step_costs import StepCosts
 
 _PRIOR_RATE, _PRIOR_TRIES = 0.7, 2.0

@@ -52,7 +52,13 @@ class StepDraft:
 
     def start_row(self, seq: Sequence) -> None:
         """The row is new on the device: it needs every known token, and the block table from entry 0 on."""
-        new = NewRow(row=seq.row, token_ids=seq.tokens.copy(), prompt_len=seq.prompt_len, params=seq.params)
+        new = NewRow(
+            row=seq.row,
+            token_ids=seq.tokens.copy(),
+            prompt_len=seq.prompt_len,
+            params=seq.params,
+            adapter_slot=seq.slot,
+        )
         table = Growth(0, [table.copy() for table in seq.blocks.tables], [])
         self._added.append(new)
         self._started.append(seq)

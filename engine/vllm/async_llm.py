@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Self, cast
 
+from engine.adapters.request import LoRARequest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineArgs, ModelConfig
 from engine.errors import CoreDiedError
@@ -45,15 +46,15 @@ class AsyncLLM:
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: object = None,
         trace_headers: object = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `sampling_params.output_kind` has it. Closing the iterator aborts the request. Raises as
         `AsyncEngine.generate`."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
-        stream = self.engine.generate(prompt, sampling_params, request_id, priority=priority)
+        refuse(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
+        stream = self.engine.generate(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
         async with aclosing(cast("AsyncGenerator[RequestOutput, None]", stream)) as outputs:
             async for output in outputs:
                 yield output

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
 
+from engine.adapters.request import LoRARequest
 from engine.config import EngineArgs, ModelConfig
 from engine.core.wire import ResetPrefixCache
 from engine.errors import ShutDownError
@@ -59,14 +60,14 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: object = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: object = None,
         trace_headers: object = None,
         priority: int = 0,
     ) -> str:
         """Returns the id. `arrival_time` has no effect: it is now. Raises `InvalidRequestError`, and `ShutDownError`
         behind `shutdown`."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
+        refuse(tokenization_kwargs=tokenization_kwargs, trace_headers=trace_headers)
         session = self._session
         if session.closed:
             raise ShutDownError("this engine was shut down")
@@ -78,7 +79,7 @@ class LLMEngine:
             text = session.text_of(parsed, given)
             with fails_alone("tokenizing"):
                 token_ids = session.tokenizer.encode(text)
-        admitted = session.admit(name, parsed, token_ids, given, priority=priority)
+        admitted = session.admit(name, parsed, token_ids, given, priority=priority, lora_request=lora_request)
         self._stepper.add(admitted, time.monotonic(), admitted.params.output_kind)
         return name
 

@@ -11,7 +11,6 @@ from engine.errors import InvalidRequestError
 from engine.frontend.admission import ParsedPrompt, Prompt, parse_prompts
 
 _PARAMETERS = {
-    "lora_request": "adapters are not supported yet",
     "mm_processor_kwargs": "only text is read",
     "prompt_adapter_request": "adapters are not supported yet",
     "tokenization_kwargs": "use SamplingParams(truncate_prompt_tokens=...), or tokenize before",

@@ -85,6 +85,11 @@ def _arranged(shape: tuple[int, ...], place: Rows) -> tuple[int, ...]:
     return shape[1:] if place.stored == "one row" and shape[0] == 1 else shape
 
 
+def rows_in_order(rows: torch.Tensor, place: Rows) -> torch.Tensor:
+    """A checkpoint's rows in the decoder's order."""
+    return rows if place.stored in _IN_ORDER else rows[_order(place)]
+
+
 def _order(row: Rows) -> torch.Tensor:
     """int64 [count]: which of the checkpoint's rows each of ours is."""
     rows = torch.arange(row.count)

@@ -14,7 +14,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
-from entrypoints.server import classes, embeddings, errors, infill, messages_api, operation, prefixes, scaling, scores
+from entrypoints.server import (
+    adapters,
+    classes,
+    embeddings,
+    errors,
+    infill,
+    messages_api,
+    operation,
+    prefixes,
+    scaling,
+    scores,
+)
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import Bodies, bounded_route
 from entrypoints.server.chat import create_chat_completion
@@ -122,17 +133,27 @@ def _add_middleware(app: FastAPI, inner: Sequence[Middleware], allowed_origins: 
 
 
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:
+    adapters.add_routes(app, context.adapters)
     known = {name: _model(name, context.engine.max_model_len) for name in context.names}
-    ends = {"first_id": context.names[0], "last_id": context.names[-1], "has_more": False}
+
+    def listed() -> dict[str, dict[str, object]]:
+        length, served = context.engine.max_model_len, context.served_name
+        with_adapters = {
+            each.name: {**_model(each.name, length), "root": each.path, "parent": each.base_model_name or served}
+            for each in context.adapters.listed()
+        }
+        return known | with_adapters
 
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": list(known.values()), **ends}
+        data = listed()
+        ends = {"first_id": context.served_name, "last_id": list(data)[-1], "has_more": False}
+        return {"object": "list", "data": list(data.values()), **ends}
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, object]:
-        context.check_model(name)
-        return known[name]
+        context.check_model(name, generates=True)
+        return listed()[name]
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -182,7 +203,7 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, object]:
         context.take_note(body, request)
-        context.check_model(body.model)
+        context.check_model(body.model, generates=True)
         ids = await answer(request, token_ids(body))
         reply: dict[str, object] = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
@@ -192,5 +213,5 @@ def _tokenizer_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
         context.take_note(body, request)
-        context.check_model(body.model)
+        context.check_model(body.model, generates=True)
         return {"prompt": await engine.detokenize(body.tokens)}

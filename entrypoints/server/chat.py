@@ -102,7 +102,7 @@ class ChatHandler:
         reply = ChatCompletion(
             self.id,
             self.created,
-            self.context.served_name,
+            self.context.name_of(self.body.model),
             choices,
             system_fingerprint=self.context.fingerprint,
             usage=self.usage.usage(self.answers.reasoning_tokens),
@@ -125,7 +125,12 @@ class ChatHandler:
     def envelope(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         context = self.context
         return ChatChunk(
-            self.id, self.created, context.served_name, choices, system_fingerprint=context.fingerprint, usage=usage
+            self.id,
+            self.created,
+            context.name_of(self.body.model),
+            choices,
+            system_fingerprint=context.fingerprint,
+            usage=usage,
         )
 
     def events_of(self, part: CompletionOutput) -> list[bytes]:
@@ -186,7 +191,7 @@ class ChatHandler:
 
 
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
-    context.check_model(body.model)
+    context.check_model(body.model, generates=True)
     handler = ChatHandler(context, body)
     with blamed_on(handler.structured_by):
         if body.stream:

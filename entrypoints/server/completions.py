@@ -140,7 +140,9 @@ class CompletionHandler:
 
     def envelope(self, choices: list[CompletionChoice]) -> Completion:
         fingerprint = self.context.fingerprint
-        return Completion(self.id, self.created, self.context.served_name, choices, system_fingerprint=fingerprint)
+        return Completion(
+            self.id, self.created, self.context.name_of(self.body.model), choices, system_fingerprint=fingerprint
+        )
 
     def _event(self, prompt_index: int, output: RequestOutput, part: CompletionOutput, with_usage: bool) -> bytes:
         with fails_alone("making a part of the answer"):
@@ -196,7 +198,7 @@ class CompletionHandler:
 
 
 async def create_completion(context: ServerContext, body: CompletionRequest, request: Request) -> Response:
-    context.check_model(body.model)
+    context.check_model(body.model, generates=True)
     handler = CompletionHandler(context, body)
     with blamed_on(handler.structured_by):
         if body.stream:

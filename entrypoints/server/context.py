@@ -22,6 +22,7 @@ from engine.frontend.admission import PairPrompt
 from engine.frontend.fill_in import FillIn, fill_in_of, no_fill_in
 from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import RequestOutput
+from entrypoints.server.adapters import Adapters, LoRAModule
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
 from entrypoints.server.observers import Observers
@@ -55,6 +56,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """file of `/v1/responses`; None: in memory"""
     model_aliases: tuple[str, ...] = ()
     """further names that the model goes by: those of --served-model-name but the first"""
+    lora_modules: tuple[LoRAModule, ...] = ()
+    """adapters that are loaded at the start"""
     log_requests: bool = False
     log_prompts: bool = False
     """texts, too, in the log's lines and in spans"""
@@ -66,6 +69,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Queued(Protocol):
     """What bodies say of their place among others."""
 
+    @property
+    def model(self) -> str | None: ...
     @property
     def priority(self) -> int: ...
     @property
@@ -92,6 +97,7 @@ class ServerContext:
         if not all(self.names):
             raise ConfigError("--served-model-name: a name must not be empty")
         self.settings = settings
+        self.adapters = Adapters(engine, self.names)
         self.speech = Speech(engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         config = engine.config
         made_by = (version("pageloom"), config.model.path, config.model.dtype, config.model.quantization)
@@ -117,12 +123,18 @@ class ServerContext:
             raise no_fill_in(field)
         return self._fill_in
 
-    def check_model(self, name: str | None) -> None:
-        """A wrong name is a 404; none means the one served, but to a server that is strict, as OpenAI is."""
+    def check_model(self, name: str | None, generates: bool = False) -> None:
+        """A wrong name is a 404; none means the one served, but to a server that is strict, as OpenAI is. What
+        `generates` may name an adapter."""
         if name is None and self.settings.strict_fields:
             raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and not (generates and self.adapters.get(name)):
             raise HTTPException(404, model_not_found(name, self.served_name))
+
+    def name_of(self, name: str | None) -> str:
+        """What an answer says of who has answered a request that asks for `name`."""
+        adapter = self.adapters.get(name)
+        return self.served_name if adapter is None else adapter.lora_name
 
     def take_note(self, body: Body, request: HTTPConnection, more: Sequence[str] = ()) -> None:
         """Of fields that nobody knows, and `more` that is passed over: a line in the log and a header, or
@@ -148,6 +160,7 @@ class ServerContext:
             cache_salt=body.cache_salt,
             delta=delta,
             final_only=not delta,
+            lora_request=self.adapters.get(body.model),
             watch=self._observers.watch(request_id, params, body, streams=delta),
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"

@@ -173,7 +173,7 @@ class InfillHandler:
             tokens=tokens,
             tokens_predicted=self.predicted,
             tokens_evaluated=len(output.prompt_token_ids),
-            model=self.context.served_name,
+            model=self.context.name_of(self.body.model),
             timings=self.timings(output),
             generation_settings=self.settings(),
             truncated=self.truncated,
@@ -244,7 +244,7 @@ def _chosen(whole: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
 
 
 async def create_infill(context: ServerContext, body: InfillRequest, request: Request) -> Response:
-    context.check_model(body.model)
+    context.check_model(body.model, generates=True)
     handler = InfillHandler(context, body)
     with blamed_on(handler.structured_by):
         if body.stream:

@@ -62,7 +62,7 @@ class MessagesHandler:
         return await outputs_of(context, asked, self.params, answers, self.body, self.id, delta=delta)
 
     def message(self, content: list[Block]) -> Message:
-        return Message(self.id, self.context.served_name, content, usage_of(self.usage.usage()))
+        return Message(self.id, self.context.name_of(self.body.model), content, usage_of(self.usage.usage()))
 
     def end(self, part: CompletionOutput) -> End:
         reason = self.answers.finish_reason(part)
@@ -108,7 +108,7 @@ def failure(error: Exception, request_id: str) -> bytes:
 
 
 async def create_message(context: ServerContext, body: MessagesRequest, request: Request) -> Response:
-    context.check_model(body.model)
+    context.check_model(body.model, generates=True)
     with blamed_on("stop_sequences", "stop"):
         handler = MessagesHandler(context, body)
         with blamed_on(handler.structured_by):
@@ -137,5 +137,5 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post(f"{PATH}/count_tokens")
     async def tokens(body: CountTokensRequest, request: Request) -> Response:
         take_note(body, request)
-        context.check_model(body.model)
+        context.check_model(body.model, generates=True)
         return json_response(await answer(request, count_tokens(context, body)))

@@ -43,8 +43,6 @@ _REASONS = {
     "/sleep": "this server never sleeps: stop it to free its memory",
     "/start_profile": "engine-bench profile tells where the time goes",
     "/stop_profile": "engine-bench profile tells where the time goes",
-    "/v1/load_lora_adapter": _SERVED,
-    "/v1/unload_lora_adapter": _SERVED,
     "/wake_up": "this server never sleeps; /health tells how it is",
 }
 

@@ -134,6 +134,8 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
         settings = ServerSettings(**{name: getattr(options, name) for name in ServerSettings.__struct_fields__})
         app = create_app(engine, engine.served_name, api_key, options.allowed_origins, settings)
+        for module in settings.lora_modules:
+            await app.state.adapters.load(module)
         app.root_path = options.root_path.rstrip("/")
         server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout)
         gc.collect()

@@ -15,6 +15,7 @@ from engine import (
     BeamSearchParams,
     EngineArgs,
     FlexibleArgumentParser,
+    LoRARequest,
     SamplingParams,
     StructuredOutputsParams,
     TextPrompt,
@@ -158,7 +159,7 @@ def test_chat_with_vllms_parameters(llm: LLM) -> None:
         assert output.prompt == f"<|user|>{text}</s><|assistant|>"
     for name, value in (
         ("chat_template_content_format", "openai"),
-        ("lora_request", 1),
+        ("lora_request", LoRARequest("one", 1, "somewhere")),
         ("mm_processor_kwargs", {"a": 1}),
     ):
         with pytest.raises(InvalidRequestError) as caught:
@@ -235,8 +236,6 @@ def test_engine_arguments_under_vllms_names() -> None:
     )
     assert isinstance(args, EngineArgs)
     assert (args.memory_fraction, args.compile, args.swap_space) == (0.5, "none", 2 << 30)
-    with pytest.raises(ConfigError, match="enable_lora"):
-        EngineArgs(model="m", enable_lora=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="frobnicate"):
         EngineArgs(model="m", frobnicate=2)  # type: ignore[call-arg]
 

@@ -172,7 +172,7 @@ def test_openais_client_is_told_what_there_is_instead(tiny_server_model: Path) -
 
 
 def test_what_vllm_manages_and_this_server_does_not_is_told_of(tiny_server_model: Path) -> None:
-    paths = ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/sleep", "/wake_up", "/start_profile"]
+    paths = ["/sleep", "/wake_up", "/start_profile"]
     replies = post_all(Server(tiny_server_model), *((path, {}) for path in [*paths, "/sleepy", "/v1/filesystem"]))
     for path, reply in zip(paths, replies, strict=False):
         error = error_of(reply)

@@ -61,8 +61,6 @@ def test_options_have_vllms_short_names() -> None:
 
 
 def test_what_would_be_lost_is_refused_with_what_to_use() -> None:
-    with pytest.raises(ConfigError, match="enable_lora=True is refused: adapters are not supported yet"):
-        make_args("model", {"enable_lora": True})
     with pytest.raises(ConfigError, match="use override_generation_config"):
         make_args("model", {"generation_config": "vllm"})
     with pytest.raises(ConfigError, match="one setting"):

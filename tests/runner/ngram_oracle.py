@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.config import SpeculationConfig
 from engine.runner.kernels.ngram import DraftKernels
 from engine.runner.kernels.ngram_host import END, MOST_MATCHES
+from engine.speculation_config import SpeculationConfig
 
 STALE = 1
 """what stands in the table behind what is known; a token that matches others"""

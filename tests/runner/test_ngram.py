@@ -13,10 +13,10 @@ import torch
 from ngram_oracle import Case, check_ngram, expected_suffix, random_case
 
 from engine import draft_sources
-from engine.config import SpeculationConfig
 from engine.runner.kernels.ngram import SuffixKernels, cpu_draft_kernels, select_draft_kernels
 from engine.runner.kernels.ngram_host import END, HostDraftKernels
 from engine.runner.kernels.ngram_native import ISAS, NativeDraftKernels
+from engine.speculation_config import SpeculationConfig
 
 HERE = Path(__file__).parent
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from ngram_oracle import expected_ngram, expected_suffix
 from plan_driver import tiny_runner
 
-from engine.config import SpeculationConfig
 from engine.runner.kernels.ngram_host import HostDraftKernels
 from engine.runner.proposals import NgramProposer, Proposer, SuffixProposer
 from engine.runner.request_table import RequestTable
+from engine.speculation_config import SpeculationConfig
 from engine.step import NewRow, RowParams, StepPlan
 
 

@@ -45,6 +45,7 @@ class _Row:
     pooling: Pooling | None
     tables: list[list[int]]
     """of each layer group"""
+    adapter_slot: int
     next_position: int = 0
     end: int = 0
     """its table's entries behind as many tokens were for drafts that were wrong: they may be others' now"""
@@ -73,6 +74,8 @@ class ReplayingExecutor:
         self.block_size, self.num_rows, self.budget, self.max_model_len = block_size, num_rows, budget, max_model_len
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.rows: dict[int, _Row] = {}
+        self.adapters: dict[int, int] = {}
+        """by slot: whose numbers it holds"""
         self.unsampled: deque[StepPlan] = deque()
         """submitted; the first one waits for masks"""
         self.results: deque[StepResult] = deque()
@@ -162,8 +165,9 @@ class ReplayingExecutor:
 
     def _known(self, row: ScheduledRow) -> list[int]:
         """Digests of its past with the step's tokens."""
-        tokens = self.rows[row.row].tokens
-        return digests([tokens[position] for position in range(row.computed + row.query_len)])
+        state = self.rows[row.row]
+        tokens = [state.tokens[position] for position in range(row.computed + row.query_len)]
+        return digests(tokens, self.adapters.get(state.adapter_slot, 0))
 
     def _settled(self, row: ScheduledRow, given: bool) -> ScheduledRow:
         """Where it really starts, with as many drafts as there are."""
@@ -190,7 +194,7 @@ class ReplayingExecutor:
         known = [state.tokens[position] for position in range(len(state.tokens))]
         tokens = known.copy()
         for _ in range(sum(known) % 4):
-            tokens.append(sample(digests(tokens), state.seed))
+            tokens.append(sample(digests(tokens, self.adapters.get(state.adapter_slot, 0)), state.seed))
         return [*tokens[len(known) :], sum(tokens) % VOCAB][:most]
 
     def collect(self) -> StepResult:
@@ -230,7 +234,7 @@ class ReplayingExecutor:
             tables: list[list[int]] = [[] for _ in self.windows]
             params = new.params
             self.rows[new.row] = _Row(
-                tokens, new.prompt_len, scores, params.seed, params.logprobs, params.pooling, tables
+                tokens, new.prompt_len, scores, params.seed, params.logprobs, params.pooling, tables, new.adapter_slot
             )
         for rewrite in plan.rewrites.each():
             state = self.rows[rewrite.row]
@@ -311,9 +315,9 @@ class ReplayingExecutor:
         return known
 
 
-def states_of(tokens: list[int]) -> np.ndarray:
+def states_of(tokens: list[int], adapter: int = 0) -> np.ndarray:
     """float32 [tokens, 1]: what a prompt's positions bring where it is pooled."""
-    return np.array([[digest % 997] for digest in digests(tokens)], dtype=np.float32)
+    return np.array([[digest % 997] for digest in digests(tokens, adapter)], dtype=np.float32)
 
 
 def _pooled(kind: Pooling, known: list[int]) -> np.ndarray:

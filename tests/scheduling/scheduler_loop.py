@@ -6,9 +6,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from replaying_executor import ReplayingExecutor
+from toy_adapters import ToyAdapters, adapter
 from toy_grammars import ToyGrammars
 
-from engine.config import Policy, Preemption, SchedulerConfig, SpeculationConfig
+from engine.config import Policy, Preemption, SchedulerConfig
 from engine.core.wire import AddRequest, BeamParams, Delta, Follower, SequenceDelta, each_delta
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_transfer.interface import Connector
@@ -16,6 +17,7 @@ from engine.kv_transfer.params import KVTransferParams
 from engine.layer_groups import Window
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
+from engine.speculation_config import SpeculationConfig
 from engine.step import Pooling, RowParams, StepPlan, TokenLogprobs
 
 STEP_S = 0.01
@@ -47,9 +49,11 @@ class Loop:
         exact: bool = False,
         stages: tuple[int, int] = (1, 8),
         connector: Connector | None = None,
+        adapters: tuple[int, int] = (1, 0),
     ) -> None:
         """`drafts`: of each sequence in a step, at most; 0: nobody proposes any. `pads`: the device computes as many as
-        planned. `exact`: nothing is planned behind them. `stages`: how many; tokens of a context that cost a row."""
+        planned. `exact`: nothing is planned behind them. `stages`: how many; tokens of a context that cost a row.
+        `adapters`: slots; turns that loading takes."""
         self._asked = {name: value for name, value in locals().items() if name != "self"}
         speculation = SpeculationConfig(method="ngram" if drafts else None, num_speculative_tokens=drafts or 10)
         config = SchedulerConfig(
@@ -65,20 +69,19 @@ class Loop:
             stages=stages[0],
             row_tokens=stages[1],
         )
-        self.depth, self.stages = depth, stages[0]
-        longest, told = max(budget, (depth + 1) * (1 + drafts)), connector is not None
-        self.kv = KVCache(num_blocks, block_size, caching, windows, longest, num_host_blocks, told)
+        longest = max(budget, (depth + 1) * (1 + drafts))
+        self.kv = KVCache(num_blocks, block_size, caching, windows, longest, num_host_blocks, connector is not None)
         self.grammars = ToyGrammars()
-        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact, connector)
         self.executor = ReplayingExecutor(
             num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled, pads
         )
-        self.max_model_len = max_model_len
+        self.adapters = ToyAdapters(*adapters, self._slots_in_flight, self.executor.adapters)
+        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact, connector, self.adapters)
+        self.depth, self.stages, self.max_model_len = depth, stages[0], max_model_len
         self.plans, self.num_plain = list[StepPlan](), list[int]()
         """rows of each plan that were planned at once"""
         self.pending = deque[StepPlan]()
-        self.sequences: dict[str, Sequence] = {}
-        self.requests: dict[str, AddRequest] = {}
+        self.sequences, self.requests = dict[str, Sequence](), dict[str, AddRequest]()
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.ends: dict[str, list[SequenceDelta]] = defaultdict(list)
@@ -105,6 +108,7 @@ class Loop:
         grammar: str | None = None,
         pooling: Pooling | None = None,
         kv_transfer: KVTransferParams | None = None,
+        adapter_number: int = 0,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(
@@ -127,6 +131,7 @@ class Loop:
             beams=beams,
             grammar=grammar,
             kv_transfer=kv_transfer,
+            lora_request=adapter(adapter_number),
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -141,6 +146,9 @@ class Loop:
         compiled = self.grammars.turn()
         for grammar in compiled:
             self.receive(self.scheduler.grammar_compiled(grammar))
+        loaded = self.adapters.turn()
+        for each in loaded:
+            self.receive(self.scheduler.adapter_loaded(each))
         plan = self.scheduler.plan()
         failed = self.scheduler.end_failed()
         self.receive(failed)
@@ -158,7 +166,11 @@ class Loop:
             self.pending.popleft()
             self.receive(self.scheduler.complete(self.executor.collect(), STEP_S))
             self._send_masks()
-        return plan is not None or due or bool(failed) or bool(compiled)
+        return plan is not None or due or bool(failed) or bool(compiled) or bool(loaded)
+
+    def _slots_in_flight(self) -> set[int]:
+        rows = {row.row for plan in self.pending for row in plan.rows.each()}
+        return {self.executor.rows[row].adapter_slot for row in rows if row in self.executor.rows}
 
     def _assert_nobody_waits_in_another_step(self) -> None:
         """The first stage does not know a token before it has arrived."""
@@ -172,11 +184,16 @@ class Loop:
             self.executor.sample(masks)
         assert self.scheduler.masks() is None, "once"
 
+    @property
+    def waits_elsewhere(self) -> bool:
+        """For grammars and adapters."""
+        return bool(self.grammars.under_way or self.adapters.under_way)
+
     def run(self, max_turns: int = 5000) -> None:
         for _ in range(max_turns):
-            if not self.scheduler.has_work and not self.grammars.under_way:
+            if not self.scheduler.has_work and not self.waits_elsewhere:
                 return
-            assert self.turn() or self.grammars.under_way, "work is left, nothing is in flight, and nothing was planned"
+            assert self.turn() or self.waits_elsewhere, "work is left, nothing is in flight, and nothing was planned"
         raise AssertionError(f"not finished after {max_turns} turns")
 
     def receive(self, deltas: list[Delta]) -> None:
@@ -210,5 +227,6 @@ class Loop:
         assert not scheduler._rows.ready.any() and not scheduler._rows.stop_tokens
         assert not scheduler._live and not scheduler._steps and scheduler.stats().waiting == 0
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}
+        assert not scheduler._adapted._slots.users and not len(scheduler._adapted)
         still_on_device = set(self.executor.rows)
         assert still_on_device == set(scheduler._rows._released), "the device would keep a row that nobody owns"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying_executor import states_of
 from scheduler_loop import Loop
+from toy_adapters import BROKEN
 from toy_model import POISON, generate, search
 
 from engine.core.wire import BeamParams
@@ -35,6 +36,7 @@ class Job:
     width: int
     grammar: str | None
     pooling: Pooling | None
+    adapter: int
 
 
 _GRAMMARS = st.tuples(st.sampled_from("abc"), st.sampled_from([0, 1, 4, 9]), st.sampled_from([0, 0, 1, 5])).map(
@@ -67,6 +69,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
                 width=draw(st.sampled_from([0, 0, 0, 1, 2, 3])),
                 grammar=draw(st.none() | st.none() | _GRAMMARS),
                 pooling=draw(st.sampled_from([*([None] * 9), "last", "mean", "all"])),
+                adapter=draw(st.sampled_from([0, 0, 0, 1, 2, 3, BROKEN])),
             )
         )
     return out
@@ -106,6 +109,7 @@ def loops(draw: st.DrawFn) -> Loop:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
         mixed=draw(st.none() | st.integers(1, 24)),
+        adapters=(draw(st.integers(1, 3)), draw(st.sampled_from([0, 1, 3]))),
     )
 
 
@@ -126,6 +130,8 @@ def _samples(loop: Loop, job: Job) -> int:
 
 
 def _expected(loop: Loop, job: Job, sample: int) -> tuple[list[int], str]:
+    if job.adapter == BROKEN:
+        return [], "error"
     if job.pooling is not None:
         return [], "error" if POISON in job.prompt else "stop"
     max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
@@ -133,12 +139,14 @@ def _expected(loop: Loop, job: Job, sample: int) -> tuple[list[int], str]:
     if beams is not None:
         if POISON in job.prompt:
             return [], "error"
-        found = search(job.prompt, max_total, set(job.stop), beams, _grammar(loop, job))[sample : sample + 1]
+        found = search(job.prompt, max_total, set(job.stop), beams, _grammar(loop, job), job.adapter)[
+            sample : sample + 1
+        ]
         if not found:  # the grammar has not as many outputs
             return [], "length"
         return found[0].token_ids, "stop" if found[0].stopped else "length"
     seed = 0 if job.alike else sample
-    return generate(job.prompt, max_total, set(job.stop), job.min_tokens, seed, _grammar(loop, job))
+    return generate(job.prompt, max_total, set(job.stop), job.min_tokens, seed, _grammar(loop, job), job.adapter)
 
 
 def _grammar(loop: Loop, job: Job) -> str | None:
@@ -166,8 +174,8 @@ def _vectors(loop: Loop, name: str, job: Job) -> np.ndarray:
     return found
 
 
-def _expected_vectors(prompt: list[int], kind: Pooling) -> np.ndarray:
-    states = states_of(prompt)
+def _expected_vectors(prompt: list[int], kind: Pooling, adapter: int) -> np.ndarray:
+    states = states_of(prompt, adapter)
     mean = (states.sum(axis=0, dtype=np.float64, keepdims=True) / len(prompt)).astype(np.float32)
     return {"last": states[-1:], "mean": mean, "all": states}[kind]
 
@@ -194,11 +202,12 @@ def _serve(loop: Loop, work: list[Job]) -> None:
                     beams=_beams(loop, job),
                     grammar=_grammar(loop, job),
                     pooling=job.pooling,
+                    adapter_number=job.adapter,
                 )
             if job.aborted_after is not None and job.arrives + job.aborted_after == turn:
                 loop.abort([_name(index, 0), _name(index, 3), "unknown"])
         assert loop.turn() or not loop.scheduler.has_work, "stuck"
-        if turn > 24 and not loop.scheduler.has_work and not loop.grammars.under_way:
+        if turn > 24 and not loop.scheduler.has_work and not loop.waits_elsewhere:
             return
     raise AssertionError("requests starve")
 
@@ -225,7 +234,9 @@ def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list
         positions = [-int(entry.logprobs[0]) for entry in loop.prompt_logprobs[name]]
         assert positions == list(range(1, len(positions) + 1)), "each prompt position once, in order"
         if job.pooling is not None and end.finish_reason == "stop":
-            assert _vectors(loop, name, job).tolist() == _expected_vectors(job.prompt, job.pooling).tolist()
+            assert (
+                _vectors(loop, name, job).tolist() == _expected_vectors(job.prompt, job.pooling, job.adapter).tolist()
+            )
         if _scored(loop, job) and sample == 0 and end.finish_reason in ("stop", "length"):
             assert len(positions) == len(job.prompt) - 1
             assert [entry.token_ids[0] for entry in loop.prompt_logprobs[name]] == job.prompt[1:]

@@ -10,9 +10,9 @@ from scheduler_loop import Loop
 from toy_grammars import ToyMatcher
 from toy_model import POISON, generate
 
-from engine.config import SpeculationConfig
 from engine.core.wire import BeamParams
 from engine.scheduling.speculation import Speculation
+from engine.speculation_config import SpeculationConfig
 from engine.step import Rows, ScheduledRow
 from engine.step_costs import StepCosts
 

@@ -22,8 +22,8 @@ def _mix(state: int, value: int) -> int:
     return (state * 6364136223846793005 + value * 1442695040888963407 + 97) & _MASK
 
 
-def digests(tokens: list[int]) -> list[int]:
-    out, state = [], 7
+def digests(tokens: list[int], adapter: int = 0) -> list[int]:
+    out, state = [], 7 + adapter
     for token in tokens:
         state = _mix(state, token)
         out.append(state)
@@ -54,14 +54,14 @@ def _may(grammar: str | None, count: int) -> Collection[int]:
 
 
 def search(
-    prompt: list[int], max_total: int, stop: set[int], beams: BeamParams, grammar: str | None = None
+    prompt: list[int], max_total: int, stop: set[int], beams: BeamParams, grammar: str | None = None, adapter: int = 0
 ) -> list[Hypothesis]:
     """Unbatched beam search."""
     found = BeamSearch(beams, frozenset(stop), max_total - len(prompt))
     texts: list[list[int]] = [[]]
     while True:
         may = _may(grammar, len(texts[0]))
-        brought = [candidates(digests(prompt + text), found.num_candidates, may) for text in texts]
+        brought = [candidates(digests(prompt + text, adapter), found.num_candidates, may) for text in texts]
         choices = found.advance(brought, texts.__getitem__)
         if choices is None:
             return found.finished
@@ -75,13 +75,14 @@ def generate(
     min_tokens: int = 0,
     seed: int = 0,
     grammar: str | None = None,
+    adapter: int = 0,
 ) -> tuple[list[int], str]:
     """Unbatched: (generated tokens, finish reason)."""
     tokens = list(prompt)
     while True:
         if POISON in tokens:
             return tokens[len(prompt) :], "error"
-        token = sample(digests(tokens), seed, _may(grammar, len(tokens) - len(prompt)))
+        token = sample(digests(tokens, adapter), seed, _may(grammar, len(tokens) - len(prompt)))
         counted = len(tokens) - len(prompt) >= min_tokens
         tokens.append(token)
         if token in stop and counted:

@@ -63,6 +63,14 @@ struct SumStage : SingleStage<SumStage> {
   const char* once() { return function(group, rows); }
 };
 
+int64_t adapter_bytes_of(const Tape& tape, const std::vector<LinearLayer>& layers) {
+  int64_t most = 0;
+  for (int64_t i = 0; i < tape.layers; ++i)
+    if (const AdapterTables& adapters = layers_of(tape)[i].adapters; has_adapters(adapters))
+      most = std::max(most, adapter_bytes(layers[i].problem, adapters));
+  return most;
+}
+
 // Stages of a run's sums.
 class SumStages {
  public:
@@ -179,6 +187,8 @@ const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const R
   shared.stages.clear(), shared.first_stage.clear();
   fill_in(tape, shared, rows, inputs, results, scratch);
   LinearStages linears(tape.layers, threads.count);
+  const int64_t for_adapters = adapter_bytes_of(tape, shared.layers);
+  AdapterStages adapted(for_adapters > 0 ? tape.layers : 0, for_adapters, threads.count);
   RouteStages routes(tape.routes, threads.count);
   ExpertStages experts(shared.experts.data(), tape.experts, threads.count);
   SumStages sums(tape.sums);
@@ -188,7 +198,13 @@ const char* run_tape(const Tape& tape, int64_t rows, const Rows* inputs, const R
     shared.first_stage.push_back(static_cast<int64_t>(shared.stages.size()));
     for (int64_t j = step.first; j < step.first + step.count; ++j) {
       const TapeCall call = calls_of(tape)[j];
-      if (call.kind == TapeKind::kLayer) shared.stages.push_back(linears.add(shared.layers[call.index]));
+      if (call.kind == TapeKind::kLayer) {
+        const AdapterTables& adapters = layers_of(tape)[call.index].adapters;
+        if (has_adapters(adapters))
+          adapted.add(shared.layers[call.index], adapters, linears, shared.stages);
+        else
+          shared.stages.push_back(linears.add(shared.layers[call.index]));
+      }
       if (call.kind == TapeKind::kRoute) shared.stages.push_back(routes.add(shared.routes[call.index]));
       if (call.kind == TapeKind::kExperts) experts.add(call.index, shared.stages);
       const char* error = nullptr;

@@ -3,6 +3,7 @@
 // between two layers a caller's own code would have to come from memory again, because weights stream through the caches.
 #pragma once
 
+#include "adapters_schedule.h"
 #include "experts_schedule.h"
 #include "linear_schedule.h"
 #include "native_call.h"
@@ -18,6 +19,7 @@ struct Ref {
 struct TapeLayer {
   LinearLayer layer;  // without rows, x, residual, rope, out
   Ref x, residual, rope, out;
+  AdapterTables adapters;  // of a layer that has none: all zeros
 };
 
 struct TapeRoute {

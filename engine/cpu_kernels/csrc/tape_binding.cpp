@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "adapters_binding.h"
 #include "experts_binding.h"
 #include "tape.h"
 
@@ -106,10 +107,32 @@ TapeLayer read_linear(Reader& r) {
   m.gate = r.next();
   m.wide = r.next() != 0;
   m.adds = residual.ref.value >= 0;
-  TapeLayer t{checked_layer(m, r.next(), kMake), x.ref, residual.ref, {}, {}};
+  TapeLayer t{checked_layer(m, r.next(), kMake), x.ref, residual.ref, {}, {}, {}};
   const int64_t n = t.layer.problem.out_stride;
   PAGELOOM_CHECK(residual.count == 0 || residual.count == n, kMake, ": a residual of ", residual.count, " columns, not ", n);
   t.out = r.needed_ref(n, m.wide ? 4 : 2);
+  return t;
+}
+
+TapeLayer read_adapted(Reader& r) {
+  const Reader::Columns x = r.needed_columns();
+  Matrix m{};
+  m.k = x.count;
+  m.weight = r.needed_tensor();
+  m.n = r.next(), m.format = r.next();
+  m.bias = r.tensor();
+  m.norm_weight = r.tensor();
+  m.norm_eps = r.real();
+  const Reader::Columns residual = r.columns();
+  m.gate = r.next();
+  m.adds = residual.ref.value >= 0;
+  TapeLayer t{checked_layer(m, kAuto, kMake), x.ref, residual.ref, {}, {}, {}};
+  const int64_t n = t.layer.problem.out_stride;
+  PAGELOOM_CHECK(residual.count == 0 || residual.count == n, kMake, ": a residual of ", residual.count, " columns, not ", n);
+  const Tensor step = r.needed_tensor(), a = r.needed_tensor(), b = r.needed_tensor();
+  const Tensor ranks = r.needed_tensor(), ends = r.needed_tensor();
+  t.adapters = checked_adapters({step, a, b, ranks, ends}, t.layer.problem, kMake);
+  t.out = r.needed_ref(n);
   return t;
 }
 
@@ -124,7 +147,7 @@ TapeLayer read_rotation(Reader& r) {
   h.q_heads = r.next(), h.k_heads = r.next(), h.head_dim = r.next();
   const Ref residual = r.ref(h.n);
   h.adds = residual.value >= 0;
-  return {checked_rotation(h, kMake), x.ref, residual, rope.ref, r.needed_ref(h.n)};
+  return {checked_rotation(h, kMake), x.ref, residual, rope.ref, r.needed_ref(h.n), {}};
 }
 
 TapeRoute read_route(Reader& r) {
@@ -216,6 +239,7 @@ struct Calls {
       case 3: return add(TapeKind::kRoute, routes, read_route(r));
       case 4: return add(TapeKind::kExperts, experts, read_experts(r));
       case 5: return add(TapeKind::kSum, sums, read_sum(r));
+      case 6: return add(TapeKind::kLayer, layers, read_adapted(r));
       default: refuse(kMake, ": no call is of kind ", kind);
     }
   }

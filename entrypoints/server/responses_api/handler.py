@@ -164,7 +164,7 @@ class ResponseHandler:
         return ResponseObject(
             id=new_item_id("resp"),
             created_at=now(),
-            model=self.context.served_name,
+            model=self.context.name_of(self.body.model),
             status="in_progress",
             background=bool(body.background),
             instructions=body.instructions,
@@ -283,7 +283,7 @@ async def handler_of(
     context: ServerContext, store: Responses, body: ResponsesRequest, request: HTTPConnection
 ) -> ResponseHandler:
     """Raises `InvalidRequestError`, `HTTPException`."""
-    context.check_model(body.model)
+    context.check_model(body.model, generates=True)
     handler = await asyncio.to_thread(ResponseHandler, context, store, body)  # it may go on from a lot
     context.take_note(body, request, handler.conversation.tools.ignored)
     return handler

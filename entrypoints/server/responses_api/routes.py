@@ -108,7 +108,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: InputTokensRequest, request: Request) -> dict[str, object]:
-        context.check_model(body.model)
+        context.check_model(body.model, generates=True)
         conversation = await answer(request, asyncio.to_thread(Items, context, store, body))
         context.take_note(body, request, conversation.tools.ignored)
         _, token_ids = await answer(request, conversation.render())
@@ -116,7 +116,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
 
     @app.post("/v1/responses/compact")
     async def compact(body: CompactRequest, request: Request) -> Response:
-        context.check_model(body.model)
+        context.check_model(body.model, generates=True)
         context.take_note(body, request)
         return json_response(await answer(request, compacted(context, store, body)))
 

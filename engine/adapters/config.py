@@ -1,0 +1,15 @@
+"""Adapters as the rooms are told of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters (Hu et al., LoRA, 2021). Names are vLLM's."""
+
+    max_lora_rank: int
+    max_loras: int
+    """slots: adapters that the rows of one step may have"""
+    max_cpu_loras: int
+    """adapters that are kept as they were read, beside those in slots"""

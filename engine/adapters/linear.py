@@ -1,0 +1,159 @@
+"""Linear layers whose outputs adapters change, and the operator that does it: an oracle in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+
+from engine.models.layers import LayerNorm, Linear, Norm, finished
+from engine.models.packed import ActivatedLinear, JoinedLinear, PackedLinear
+from engine.models.spec import Activation
+
+NAME = "pageloom::add_adapters"
+
+
+@torch.library.custom_op(NAME, mutates_args=("y",))
+def add_adapters(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    step: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ranks: torch.Tensor,
+    ends: Sequence[int],
+) -> None:
+    """Adds B (A x) of each row's adapter to y [rows, outputs], in place; x [rows, inputs].
+
+    `step`: int32, see `StepAdapters`. a [slots, parts, max_rank, inputs]; b [slots, max_rank, outputs]; `ranks` int32
+    [slots, parts], 0: the adapter leaves that part alone. `ends`: of the parts, among the outputs.
+    """
+    count, most = int(step[0]), (step.numel() - 1) // 2
+    if not count:
+        return
+    slots, order = step[1 : 1 + most], step[1 + most : 1 + most + count].long()
+    of_rows = slots[order]
+    for slot in of_rows.unique().tolist():
+        rows = order[of_rows == slot]
+        given, start = x[rows].float(), 0
+        made = y[rows].float()
+        for part, end in enumerate(ends):
+            if rank := int(ranks[slot, part]):
+                low = given @ a[slot, part, :rank].float().T
+                made[:, start:end] += low @ b[slot, :rank, start:end].float()
+            start = end
+        y[rows] = made.to(y.dtype)
+
+
+@add_adapters.register_fake
+def _(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    step: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ranks: torch.Tensor,
+    ends: Sequence[int],
+) -> None:
+    return None
+
+
+class Place(NamedTuple):
+    """What there is to be room for."""
+
+    ends: tuple[int, ...]
+    """of the parts, among the outputs"""
+    step: torch.Tensor
+    """of the whole model"""
+    slots: int
+    max_rank: int
+    dtype: torch.dtype
+
+
+class Adapted(nn.Module):
+    """Takes the place of a linear layer. Holds its factors: see `add_adapters`."""
+
+    step: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    ranks: torch.Tensor
+
+    def __init__(self, linear: nn.Module, place: Place) -> None:
+        super().__init__()
+        outputs, inputs = shape_of(linear)
+        parts, slots, max_rank = len(place.ends), place.slots, place.max_rank
+        self.register_buffer("step", place.step)
+        self.register_buffer("a", torch.zeros(slots, parts, max_rank, inputs, dtype=place.dtype))
+        self.register_buffer("b", torch.zeros(slots, max_rank, outputs, dtype=place.dtype))
+        self.register_buffer("ranks", torch.zeros(slots, parts, dtype=torch.int32))
+
+
+class AdaptedLinear(Adapted):
+    """Computes the product, changes it, and finishes it itself."""
+
+    def __init__(self, linear: nn.Module, place: Place) -> None:
+        super().__init__(linear, place)
+        self.ends = place.ends
+        self.activation: Activation | None = None
+        self.gated = False
+        if isinstance(linear, ActivatedLinear | Linear):
+            self.activation, self.gated = linear.activation, linear.gated
+        if isinstance(linear, Linear):
+            linear.activation, linear.gated = None, False
+        self.linear = linear.linear if isinstance(linear, ActivatedLinear) else linear
+
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `engine.models.layers.Linear`."""
+        if norm is not None:
+            x = norm(x)
+        y: torch.Tensor = self.linear(x)
+        torch.ops.pageloom.add_adapters(y, x, self.step, self.a, self.b, self.ranks, self.ends)
+        return finished(y, self.activation, self.gated, residual)
+
+
+class AdaptedPacked(Adapted):
+    """The same by one operator of the CPU kernels, which costs nothing where no row has an adapter."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    ends: torch.Tensor
+
+    def __init__(self, linear: PackedLinear, place: Place, op: OpOverload) -> None:
+        super().__init__(linear, place)
+        self.register_buffer("weight", linear.weight)
+        self.register_buffer("bias", linear.bias)
+        self.register_buffer("ends", torch.tensor(place.ends, dtype=torch.int32))
+        self.n, self.format, self.gate, self.op = linear.n, linear.format, linear.gate, op
+
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `engine.models.packed.PackedLinear`."""
+        if isinstance(norm, LayerNorm):
+            x, norm = norm(x), None
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        product = (x, self.weight, self.n, self.format, self.bias, weight, eps, residual, self.gate)
+        y: torch.Tensor = self.op(*product, self.step, self.a, self.b, self.ranks, self.ends)
+        return y
+
+
+def adapted(linear: nn.Module, place: Place) -> Adapted:
+    if type(linear) is PackedLinear and not linear.wide:
+        namespace = getattr(torch.ops, linear.op.namespace)
+        return AdaptedPacked(linear, place, namespace.adapted_linear.default)
+    return AdaptedLinear(linear, place)
+
+
+def shape_of(linear: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of its product."""
+    if isinstance(linear, ActivatedLinear):
+        return shape_of(linear.linear)
+    if isinstance(linear, JoinedLinear):
+        parts = [shape_of(part) for part in linear.parts]
+        return sum(outputs for outputs, _ in parts), parts[0][1]
+    if isinstance(linear, PackedLinear):
+        return linear.n, linear.k
+    assert isinstance(linear, Linear)
+    outputs, inputs = linear.weight.shape
+    return outputs, inputs

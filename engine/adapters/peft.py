@@ -1,0 +1,146 @@
+"""PEFT's adapter directories: `adapter_config.json` and `adapter_model.safetensors`, which come from anywhere."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.adapters.config import LoRAConfig
+from engine.adapters.request import LoRARequest
+from engine.adapters.targets import Part, Targets
+from engine.errors import ConfigError, InvalidRequestError, WeightsError
+from engine.models.json_file import read_json_object, shown
+from engine.models.spec import DecoderSpec
+from engine.weights.arranged_source import rows_in_order
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG_BYTES = 1 << 20
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+_NOTHING: dict[str, tuple[object, ...]] = {
+    "use_dora": (),
+    "use_qalora": (),
+    "lora_bias": (),
+    "modules_to_save": (),
+    "trainable_token_indices": (),
+    "target_parameters": (),
+    "alpha_pattern": (),
+    "layer_replication": (),
+    "megatron_config": (),
+    "alora_invocation_tokens": (),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
+}
+"""what means another computation than B(A x), or weights beside A and B; with the values that do not"""
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to a part of a layer: B (A x)."""
+
+    part: Part
+    a: torch.Tensor
+    """[rank, inputs]"""
+    b: torch.Tensor
+    """[rank, outputs of the part], the decoder's order; the scale is in it"""
+
+
+class _Header(NamedTuple):
+    part: Part
+    a: str
+    b: str
+    rank: int
+
+
+def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConfig | None) -> None:
+    """That they can be loaded, without the numbers. Raises `InvalidRequestError`."""
+    assert spec is not None and config is not None
+    try:
+        AdapterFiles(adapter, Targets(spec), config.max_lora_rank)
+    except (ConfigError, WeightsError) as error:
+        raise InvalidRequestError(str(error), "lora_path") from error
+
+
+class AdapterFiles:
+    """An adapter whose files are open: all but the numbers is checked. Raises `ConfigError` and `WeightsError`."""
+
+    def __init__(self, request: LoRARequest, targets: Targets, max_rank: int) -> None:
+        path = Path(request.lora_path)
+        self._config = path / CONFIG
+        self._file = path / WEIGHTS
+        if not self._config.is_file():
+            raise ConfigError(f"{path}: no {CONFIG}: not an adapter as PEFT saves it")
+        config = read_json_object(self._config, _CONFIG_BYTES)
+        self._check(config)
+        self._alpha = self._number(config, "lora_alpha")
+        self._root = config.get("use_rslora") is True
+        if not self._file.is_file():
+            raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
+        try:
+            self._handle = safe_open(str(self._file), framework="pt")
+            self._headers = self._read_headers(targets, max_rank)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error
+
+    def factors(self, dtype: torch.dtype) -> list[Factors]:
+        found = []
+        for header in self._headers:
+            scale = self._alpha / (math.sqrt(header.rank) if self._root else header.rank)
+            b = rows_in_order(self._handle.get_tensor(header.b), header.part.rows).float().mul_(scale)
+            a = self._handle.get_tensor(header.a).to(dtype).contiguous()
+            found.append(Factors(header.part, a, b.T.to(dtype).contiguous()))
+        return found
+
+    def _check(self, config: dict[str, object]) -> None:
+        kind = config.get("peft_type")
+        if kind != "LORA":
+            raise ConfigError(f"{self._config}: peft_type is {shown(kind)}; LORA is served")
+        for name, fine in _NOTHING.items():
+            value = config.get(name)
+            if value and value not in fine:
+                raise ConfigError(f"{self._config}: {name} is {shown(value)}, which is not supported")
+
+    def _number(self, config: dict[str, object], name: str) -> float:
+        value = config.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigError(f"{self._config}: {name} must be a number, found {shown(value)}")
+        return float(value)
+
+    def _read_headers(self, targets: Targets, max_rank: int) -> list[_Header]:
+        pairs: dict[str, dict[str, str]] = {}
+        for name in self._handle.keys():  # noqa: SIM118 - not a dict
+            match = _NAME.fullmatch(name)
+            if match is None:
+                raise WeightsError(f"{self._file}: tensor {shown(name)} is no lora_A or lora_B: it is not supported")
+            pairs.setdefault(match[1], {})[match[2]] = name
+        if not pairs:
+            raise WeightsError(f"{self._file}: holds no tensors")
+        return [self._header(module, pair, targets, max_rank) for module, pair in sorted(pairs.items())]
+
+    def _header(self, module: str, pair: dict[str, str], targets: Targets, max_rank: int) -> _Header:
+        part = targets.find(module)
+        if part is None:
+            known = ", ".join(targets.kinds)
+            raise WeightsError(f"{self._file}: {shown(module)} cannot be adapted here; {known} of this model can")
+        if len(pair) != 2:
+            raise WeightsError(f"{self._file}: {shown(module)} has lora_{next(iter(pair))} alone")
+        shapes = {}
+        for letter, name in pair.items():
+            found = self._handle.get_slice(name)
+            if found.get_dtype() not in _FLOATING:
+                raise WeightsError(f"{self._file}: tensor {name} is stored as {found.get_dtype()}, not as floats")
+            shapes[letter] = tuple(found.get_shape())
+        rank = shapes["A"][0] if shapes["A"] else 0
+        expected = {"A": (rank, targets.inputs[part.layer]), "B": (part.rows.count, rank)}
+        for letter, name in pair.items():
+            if shapes[letter] != expected[letter]:
+                raise WeightsError(
+                    f"{self._file}: tensor {name} has shape {shapes[letter]}, expected {expected[letter]}"
+                )
+        if not 1 <= rank <= max_rank:
+            raise WeightsError(f"{self._file}: {module} has rank {rank}; 1 to {max_rank} are served (--max-lora-rank)")
+        return _Header(part, pair["A"], pair["B"], rank)

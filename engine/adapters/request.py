@@ -1,0 +1,21 @@
+"""Which adapter a request is answered with, as vLLM says it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter. Two of them are the same where all three fields are: a directory whose files have changed needs
+    another name or id, or what was loaded of it is served on."""
+
+    lora_name: str
+    lora_int_id: int
+    """at least 1"""
+    lora_path: str
+    """a directory as PEFT saves it"""
+
+    @property
+    def key(self) -> str:
+        """What prefixes that were computed with it are found by."""
+        return f"{self.lora_int_id}\0{self.lora_name}\0{self.lora_path}"

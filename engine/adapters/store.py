@@ -1,0 +1,72 @@
+"""Adapters from disk to host memory to the device's slots, by a thread that steps do not wait for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from engine.adapters.peft import Factors
+from engine.adapters.request import LoRARequest
+from engine.adapters.tables import AdapterTables
+from engine.errors import EngineError, in_words
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterStore:
+    """See `engine.adapters.interface.AdapterLoader`. What was read last is kept, as many as `AdapterTables.most_kept`;
+    `notify`, from the thread, is told what has been loaded. Without one, `load` does it itself."""
+
+    def __init__(self, tables: AdapterTables, notify: Callable[[LoRARequest], None] | None) -> None:
+        self._tables, self._notify = tables, notify
+        self._kept: OrderedDict[LoRARequest, list[Factors]] = OrderedDict()
+        self._problems: dict[LoRARequest, str] = {}
+        self._work: SimpleQueue[tuple[LoRARequest, int]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return self._tables.num_slots
+
+    def load(self, adapter: LoRARequest, slot: int) -> bool:
+        if self._notify is None:
+            self._load(adapter, slot)
+            return True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread.start()
+        self._work.put((adapter, slot))
+        return False
+
+    def problem(self, adapter: LoRARequest) -> str | None:
+        return self._problems.pop(adapter, None)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        assert self._notify is not None
+        while True:
+            adapter, slot = self._work.get()
+            self._load(adapter, slot)
+            self._notify(adapter)
+
+    def _load(self, adapter: LoRARequest, slot: int) -> None:
+        try:
+            with torch.inference_mode():
+                self._tables.write(slot, self._factors(adapter))
+        except EngineError as error:
+            self._problems[adapter] = str(error)
+        except Exception as error:
+            logger.exception("adapter %r could not be loaded", adapter.lora_name)
+            self._problems[adapter] = in_words(error)
+
+    def _factors(self, adapter: LoRARequest) -> list[Factors]:
+        factors = self._kept.pop(adapter, None)
+        self._kept[adapter] = factors = self._tables.read(adapter) if factors is None else factors
+        while len(self._kept) > self._tables.most_kept:
+            self._kept.popitem(last=False)
+        return factors

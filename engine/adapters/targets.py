@@ -1,0 +1,66 @@
+"""Which of a model's matrices adapters may change, and what PEFT calls them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from engine.models.families.registry import family_named
+from engine.models.families.rows import Rows
+from engine.models.spec import DecoderSpec, MixerSpec
+
+
+class Part(NamedTuple):
+    """One matrix of a checkpoint: some of the outputs of a linear layer of the decoder."""
+
+    layer: str
+    """the decoder's name of it"""
+    index: int
+    """which of the layer's parts"""
+    rows: Rows
+
+
+class Targets:
+    """Of a model. Torch-free."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        family = family_named(spec.family)
+        self.inputs = layers = _layers(spec)
+        """of each layer: how many its product has"""
+        self.parts: dict[str, list[Part]] = {}
+        """by the decoder's layer, in the order of its outputs"""
+        self.named: dict[str, Part] = {}
+        """by the names that modules have in transformers; some have several"""
+        named: dict[str, list[tuple[str, Rows]]] = {}
+        for name, rows in family.weight_rows(spec).items():
+            layer = rows.parameter.removesuffix(".weight")
+            if name.endswith(".weight") and layer in layers:
+                named.setdefault(layer, []).append((name.removesuffix(".weight"), rows))
+        for layer, found in named.items():
+            found.sort(key=lambda one: one[1].start)
+            self.parts[layer] = [Part(layer, index, rows) for index, (_, rows) in enumerate(found)]
+            for (name, _), part in zip(found, self.parts[layer], strict=True):
+                names = {name, name.removeprefix(family.prefix)}
+                if family.wrapper is not None:
+                    names.add(family.wrapper.name_of(name))
+                self.named.update(dict.fromkeys(names, part))
+
+    def find(self, module: str) -> Part | None:
+        """By the name of the module in transformers; None: adapters do not change it here."""
+        return self.named.get(module)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The last parts of the names, for messages."""
+        return sorted({name.rpartition(".")[2] for name in self.named})
+
+
+def _layers(spec: DecoderSpec) -> dict[str, int]:
+    """Projections of attention, and of MLPs that stand alone, with their inputs."""
+    found: dict[str, int] = {}
+    for index, layer in enumerate(spec.layers):
+        name = f"layers.{index}"
+        if isinstance(layer.mixer, MixerSpec):
+            found |= {f"{name}.qkv_proj": spec.hidden_size, f"{name}.o_proj": layer.mixer.last_size}
+        if layer.mlp is not None and layer.experts is None:
+            found |= {f"{name}.gate_up_proj": spec.hidden_size, f"{name}.down_proj": layer.mlp.intermediate_size}
+    return found

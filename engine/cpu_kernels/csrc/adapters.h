@@ -1,0 +1,47 @@
+// What adapters (LoRA) add to a linear layer: B (A x) of each row's own, between the product and what a layer does behind
+// it. Crosses between the scheduler and kernels that are compiled once per ISA: plain data only.
+#pragma once
+
+#include "linear.h"
+
+namespace pageloom {
+
+// A layer's factors, of all adapters that are there, and which rows have which.
+struct AdapterTables {
+  const int32_t* count;  // how many rows have one
+  const int32_t* slots;  // [most] of each row; -1: none
+  const int32_t* order;  // [most] the rows that have one, by slot
+  int64_t most;
+  const uint16_t* a;     // bf16 [slots][parts][max_rank][k]
+  const uint16_t* b;     // bf16 [slots][max_rank][n]; of a gated layer all gates, then all ups
+  const int32_t* ranks;  // [slots][parts]; 0: the adapter leaves those outputs alone
+  const int32_t* ends;   // [parts], ascending: where each part ends among the n outputs
+  int64_t parts, max_rank;
+};
+
+struct AdapterProblem {
+  LinearProblem layer;  // the whole of it, as it would be without adapters
+  AdapterTables tables;
+  const uint16_t* product;  // bf16 [rows][n], in the packed order of outputs, its bias added; may be the layer's out
+  int64_t product_stride;
+  float* low;  // [rows][parts][max_rank]: A x
+};
+
+inline constexpr int64_t kAdapterRanks = 16;     // of a unit of the first stage
+inline constexpr int64_t kAdapterColumns = 512;  // outputs of a unit of the second stage
+
+struct AdapterKernels {
+  // A x of the row that is number `entry` of those with an adapter: ranks [rank_begin, rank_end) of a part, as far as it
+  // has them. `scratch`: bf16 [k].
+  void (*shrink)(const AdapterProblem&, int64_t entry, int64_t part, int64_t rank_begin, int64_t rank_end,
+                 uint16_t* scratch);
+  // Outputs [begin, end) of a row, at most kAdapterColumns; of a gated layer multiples of 16.
+  void (*finish)(const AdapterProblem&, int64_t row, int64_t begin, int64_t end);
+};
+
+const AdapterKernels* adapters_portable();
+const AdapterKernels* adapters_avx2();
+const AdapterKernels* adapters_avx512();
+const AdapterKernels* adapters_avx512bf16();
+
+}  // namespace pageloom

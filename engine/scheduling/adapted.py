@@ -1,0 +1,135 @@
+"""Requests with an adapter: they wait until it is in a slot of the device, without holding up those behind them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from engine.adapters.interface import AdapterLoader
+from engine.adapters.request import LoRARequest
+from engine.adapters.slots import Slots
+from engine.errors import InvalidRequestError
+from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.steps_in_flight import StepsInFlight
+
+_Samples = list[Sequence]
+"""a request's sequences, or the members of its search"""
+
+
+class Adapted:
+    """A sequence holds its adapter in its slot from before it waits for a row until it has ended and no step in flight
+    has it: what is computed for a row always reads the adapter that it began with."""
+
+    def __init__(self, steps: StepsInFlight, loader: AdapterLoader | None) -> None:
+        self._steps, self._loader = steps, loader
+        self._slots = Slots(0 if loader is None else loader.num_slots)
+        self._waiting: OrderedDict[LoRARequest, list[_Samples]] = OrderedDict()
+        """the adapter that was asked for first, first"""
+        self._leaving: deque[tuple[int, LoRARequest]] = deque()
+        """sequences that have ended, with the step before which all must be complete"""
+        self._ready: list[_Samples] = []
+        self._failed: list[tuple[Sequence, str]] = []
+
+    def __len__(self) -> int:
+        """Sequences that wait for an adapter."""
+        return sum(len(samples) for requests in self._waiting.values() for samples in requests)
+
+    @property
+    def has_news(self) -> bool:
+        """Of `take_ready` or `take_failed`."""
+        return bool(self._ready or self._failed)
+
+    def check(self, adapter: LoRARequest | None) -> None:
+        """Raises `InvalidRequestError`."""
+        if adapter is not None and self._loader is None:
+            raise InvalidRequestError("this engine serves no adapters (--enable-lora)", "lora_request")
+
+    def enter(self, samples: _Samples) -> bool:
+        """Whether they may take their places at once; if not they come with `take_ready`, or `take_failed`."""
+        adapter = samples[0].adapter
+        if adapter is None:
+            return True
+        if adapter not in self._waiting and self._give(
+            adapter, [samples], len(self._waiting) - len(self._slots.loading)
+        ):
+            return True
+        for seq in samples:
+            seq.status = Status.PREPARING
+        self._waiting.setdefault(adapter, []).append(samples)
+        self._go_on()
+        return False
+
+    def leave(self, seq: Sequence) -> None:
+        """It has ended."""
+        if seq.adapter is not None and seq.slot >= 0:
+            self._leaving.append((self._steps.next_id, seq.adapter))
+            seq.slot = -1
+            self.go_on()
+
+    def loaded(self, adapter: LoRARequest) -> None:
+        """It is in its slot, or could not be loaded."""
+        self._end_loading(adapter)
+        self._go_on()
+
+    def go_on(self) -> None:
+        """A step is complete, or somebody has ended."""
+        while self._leaving and self._steps.are_complete(self._leaving[0][0]):
+            self._slots.leave(self._leaving.popleft()[1])
+        self._go_on()
+
+    def take_ready(self) -> list[_Samples]:
+        """Requests whose adapter has come; those sequences of them that have not ended."""
+        ready, self._ready = self._ready, []
+        return [alive for samples in ready if (alive := _preparing(samples))]
+
+    def take_failed(self) -> list[tuple[Sequence, str]]:
+        """One sequence of each request whose adapter cannot be loaded, and why."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _go_on(self) -> None:
+        """Whoever waits, in order, as far as there are slots."""
+        for adapter in list(self._waiting):
+            requests = [alive for samples in self._waiting[adapter] if (alive := _preparing(samples))]
+            if adapter in self._slots.loading:
+                continue
+            if not requests:
+                del self._waiting[adapter]
+            elif self._give(adapter, requests):
+                del self._waiting[adapter]
+                self._ready += requests
+            elif not self._load(adapter):
+                return
+
+    def _give(self, adapter: LoRARequest, requests: list[_Samples], waiting: int = 0) -> bool:
+        sequences = [seq for samples in requests for seq in samples]
+        slot = self._slots.take(adapter, len(sequences), waiting)
+        if slot is None:
+            return False
+        for seq in sequences:
+            seq.slot = slot
+        return True
+
+    def _load(self, adapter: LoRARequest) -> bool:
+        """False: all slots are in use."""
+        assert self._loader is not None
+        slot = self._slots.begin(adapter)
+        if slot is not None and self._loader.load(adapter, slot):
+            self._end_loading(adapter)
+        return slot is not None
+
+    def _end_loading(self, adapter: LoRARequest) -> None:
+        assert self._loader is not None
+        problem = self._loader.problem(adapter)
+        requests = [alive for samples in self._waiting.pop(adapter, ()) if (alive := _preparing(samples))]
+        if problem is not None:
+            self._slots.failed(adapter)
+            self._failed += [(samples[0], problem) for samples in requests]
+            return
+        self._slots.loaded(adapter)
+        if requests:
+            self._give(adapter, requests)
+            self._ready += requests
+
+
+def _preparing(samples: _Samples) -> _Samples:
+    return [seq for seq in samples if seq.status is Status.PREPARING]

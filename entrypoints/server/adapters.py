@@ -1,0 +1,84 @@
+"""Adapters by name: those that a server starts with, and those that are loaded and unloaded while it serves, under the
+names of vLLM's routes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+
+from engine import AsyncEngine, LoRARequest
+from engine.errors import InvalidRequestError
+from entrypoints.server.fields import Body
+
+
+class LoRAModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What --lora-modules names."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """shown as its parent; None: the served model's"""
+
+
+class Adapters:
+    """Not thread-safe: the event loop's."""
+
+    def __init__(self, engine: AsyncEngine, served_names: Collection[str]) -> None:
+        self._engine, self._served_names = engine, served_names
+        self._numbers = itertools.count(1)
+        """each name that is loaded has one that no other had: nothing of what was unloaded is found again"""
+        self._modules: dict[str, tuple[LoRAModule, LoRARequest]] = {}
+
+    def get(self, name: str | None) -> LoRARequest | None:
+        known = self._modules.get(name) if name is not None else None
+        return None if known is None else known[1]
+
+    def listed(self) -> list[LoRAModule]:
+        return [module for module, _ in self._modules.values()]
+
+    async def load(self, module: LoRAModule) -> None:
+        """Requests may name it from now on. Raises `InvalidRequestError`."""
+        self._check_free(module.name)
+        adapter = LoRARequest(module.name, next(self._numbers), module.path)
+        await self._engine.check_lora(adapter)
+        self._check_free(module.name)
+        self._modules[module.name] = module, adapter
+
+    def unload(self, name: str) -> None:
+        """Requests that have begun with it end with it. Raises `InvalidRequestError`."""
+        if self._modules.pop(name, None) is None:
+            raise InvalidRequestError(f"the adapter {name[:100]!r} is not loaded", "lora_name")
+
+    def _check_free(self, name: str) -> None:
+        if name in self._modules or name in self._served_names:
+            raise InvalidRequestError(f"the name {name[:100]!r} is in use: unload it, or take another", "lora_name")
+        self._engine.config.limits.check("lora_modules", len(self._modules) + 1, "lora_name")
+
+
+class LoadAdapter(Body):
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None
+
+
+class UnloadAdapter(Body):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def add_routes(app: FastAPI, adapters: Adapters) -> None:
+    app.state.adapters = adapters
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: LoadAdapter) -> PlainTextResponse:
+        await adapters.load(LoRAModule(body.lora_name, body.lora_path, body.base_model_name))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapter) -> PlainTextResponse:
+        adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,0 +1,81 @@
+"""Adapters come from anywhere: what is served of PEFT's format, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_adapters import request, save_adapter
+from tiny_families import save_tiny
+
+from engine.adapters.config import LoRAConfig
+from engine.adapters.peft import check_files
+from engine.errors import InvalidRequestError
+from engine.models.description import describe
+from engine.models.spec import DecoderSpec
+
+CONFIG = LoRAConfig(max_lora_rank=16, max_loras=1, max_cpu_loras=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, DecoderSpec]:
+    path = tmp_path_factory.mktemp("model")
+    module = save_tiny("Llama", path)
+    spec = describe(str(path)).spec
+    assert spec is not None
+    return module, spec
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"bias": "all"}, "bias"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"rank": 32}, "rank 32; 1 to 16 are served"),
+        ({"targets": ["embed_tokens"]}, "embed_tokens"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    model: tuple[torch.nn.Module, DecoderSpec], config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    module, spec = model
+    save_adapter(tmp_path, module, 0, **config)
+    with pytest.raises(InvalidRequestError, match=said):
+        check_files(request(tmp_path), spec, CONFIG)
+
+
+def test_damaged_directories_are_refused(model: tuple[torch.nn.Module, DecoderSpec], tmp_path: Path) -> None:
+    module, spec = model
+    adapter, weights = request(tmp_path), tmp_path / "adapter_model.safetensors"
+
+    def refused(said: str) -> None:
+        with pytest.raises(InvalidRequestError, match=said):
+            check_files(adapter, spec, CONFIG)
+
+    refused("no adapter_config.json")
+    save_adapter(tmp_path, module, 0)
+    check_files(adapter, spec, CONFIG)
+    tensors = load_file(weights)
+    name = "base_model.model.model.layers.1.self_attn.k_proj.lora_"
+    save_file({**tensors, f"{name}B.weight": torch.zeros(7, 8)}, weights)
+    refused(r"k_proj.lora_B.weight has shape \(7, 8\), expected \(32, 8\)")
+    save_file({key: value for key, value in tensors.items() if key != f"{name}A.weight"}, weights)
+    refused("has lora_B alone")
+    save_file({**tensors, "base_model.model.lm_head.weight": torch.zeros(1)}, weights)
+    refused("no lora_A or lora_B")
+    weights.write_bytes(weights.read_bytes()[:100])
+    refused("damaged")
+    weights.unlink()
+    refused("no adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps([]))
+    refused("not an object")

@@ -1,0 +1,81 @@
+"""Random adapters as PEFT saves them, and the model with one merged into its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from engine import LoRARequest
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def save_adapter(
+    path: Path,
+    model: nn.Module,
+    seed: int,
+    rank: int = 8,
+    targets: Sequence[str] = ALL,
+    size: float = 0.2,
+    layers: Iterable[int] | None = None,
+    **config: Any,
+) -> dict[str, torch.Tensor]:
+    """Of `model`, transformers' own. Returns what it adds to each matrix, by the name of its module."""
+    path.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.1,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "target_modules": list(targets),
+        **config,
+    }
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    alpha = float(settings["lora_alpha"])
+    scale = alpha / (math.sqrt(rank) if settings["use_rslora"] else rank)
+    generator = torch.Generator().manual_seed(seed)
+    tensors, added = {}, {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if name.rpartition(".")[2] not in targets or weight is None:
+            continue
+        if layers is not None and not any(f".{layer}." in name for layer in layers):
+            continue
+        turned = not isinstance(module, nn.Linear)  # GPT-2's
+        outputs, inputs = weight.T.shape if turned else weight.shape
+        a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+        b = torch.randn(outputs, rank, generator=generator) * size
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+        added[name] = scale * (b @ a).T if turned else scale * (b @ a)
+    save_file(tensors, path / "adapter_model.safetensors")
+    return added
+
+
+def merged(model: nn.Module, added: dict[str, torch.Tensor], sign: int = 1) -> None:
+    """In place; with `sign` -1 it is taken out again."""
+    with torch.no_grad():
+        for name, matrix in added.items():
+            weight = model.get_submodule(name).weight
+            assert isinstance(weight, torch.Tensor)
+            weight += sign * matrix
+
+
+def request(path: Path, number: int = 1) -> LoRARequest:
+    return LoRARequest(path.name, number, str(path))

@@ -1,0 +1,90 @@
+"""A packed layer with adapters is the packed layer, the operator of torch, and what comes behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.adapters.linear import AdaptedLinear, AdaptedPacked, Place
+from engine.adapters.tables import StepAdapters
+from engine.cpu_kernels.formats import Format
+from engine.cpu_kernels.linear import LinearOps, interleave_gate_up, pack_bf16
+from engine.models.layers import Linear, RMSNorm
+from engine.models.packed import PackedLinear
+
+SLOTS, MAX_RANK, MOST = 4, 24, 40
+BF16, CPU = torch.bfloat16, torch.device("cpu")
+
+
+def layers(
+    ops: LinearOps, k: int, ends: tuple[int, ...], gated: bool, bias: bool, step: StepAdapters
+) -> tuple[AdaptedPacked, AdaptedLinear]:
+    """The same layer, packed and dense, with the same adapters: slot 0 has none of the first part's, slot 3 nothing."""
+    generator = torch.Generator().manual_seed(k)
+    n = ends[-1]
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(BF16)
+
+    dense = Linear(k, n, bias, BF16, CPU, "silu" if gated else None, gated)
+    dense.weight.copy_(random(n, k))
+    if dense.bias is not None:
+        dense.bias.copy_(random(n))
+    order = interleave_gate_up if gated else (lambda rows: rows)
+    weight = pack_bf16(order(dense.weight))
+    packed_bias = None if dense.bias is None else order(dense.bias.detach()).clone()
+    packed = PackedLinear(ops, weight, n, k, Format.BFLOAT16, bias=packed_bias, gate="silu" if gated else None)
+    place = Place(ends, step.table, SLOTS, MAX_RANK, BF16)
+    native, oracle = AdaptedPacked(packed, place, ops.adapted_linear), AdaptedLinear(dense, place)
+    native.a.copy_(random(*native.a.shape))
+    native.b.copy_(random(*native.b.shape) * 8)
+    native.ranks.copy_(torch.randint(1, MAX_RANK + 1, native.ranks.shape, generator=generator))
+    native.ranks[0, 0] = 0
+    native.ranks[3] = 0
+    for name in ("a", "b", "ranks"):
+        getattr(oracle, name).copy_(getattr(native, name))
+    return native, oracle
+
+
+@pytest.mark.parametrize("rows", [1, 5, 37])
+@pytest.mark.parametrize(
+    ("k", "ends", "gated", "bias"),
+    [
+        (64, (64, 96, 128), False, True),
+        (98, (45, 50), False, False),
+        (96, (96, 192), True, False),
+        (64, (33,), False, False),
+    ],
+)
+@pytest.mark.parametrize("norm", [False, True])
+@torch.no_grad()
+def test_outputs_are_those_of_torch(
+    linear_ops: LinearOps, rows: int, k: int, ends: tuple[int, ...], gated: bool, bias: bool, norm: bool
+) -> None:
+    step = StepAdapters(MOST)
+    native, oracle = layers(linear_ops, k, ends, gated, bias, step)
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(BF16)
+    before = RMSNorm(k, 1e-5, BF16, CPU) if norm else None
+    if before is not None:
+        before.weight.copy_(torch.linspace(0.5, 2.0, k))
+    residual = None if gated else torch.randn(rows, ends[-1]).to(BF16)
+    slots = np.array([(index * index) % (SLOTS + 1) - 1 for index in range(1, rows + 1)], dtype=np.int32)
+    step.set(slots)
+    found, expected = native(x, before, residual).float(), oracle(x, before, residual).float()
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    alone = []
+    for row in range(rows):
+        step.set(slots[row : row + 1])
+        alone.append(native(x[row : row + 1], before, None if residual is None else residual[row : row + 1]))
+    assert torch.equal(torch.cat(alone).float(), found), "a row's bits depend on its batch"
+    step.set(np.full(rows, -1, dtype=np.int32))
+    plain = native(x, before, residual)
+    bare = PackedLinear.forward(_packed(linear_ops, native), x, before, residual)
+    assert torch.equal(plain, bare) and not torch.equal(plain.float(), found)
+
+
+def _packed(ops: LinearOps, native: AdaptedPacked) -> PackedLinear:
+    packed = PackedLinear(ops, native.weight, native.n, native.a.size(3), Format(native.format), bias=native.bias)
+    packed.gate = native.gate
+    return packed

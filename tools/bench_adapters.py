@@ -1,0 +1,161 @@
+"""What adapters cost: usage: python tools/bench_adapters.py [MODEL] [--rank 16] [--requests 16] [--tokens 48]
+
+Time per token of one request, and tokens a second of several, as ratios to the engine without adapters in the same run;
+and what a request waits for whose adapter is not there, of 1,000 that have names. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from engine import LLM, AsyncEngine, EngineArgs, LoRARequest, SamplingParams
+from engine.adapters.targets import Targets
+from engine.frontend.demo import demo_model_path
+from engine.models.description import describe
+from engine.models.spec import DecoderSpec
+
+ROUNDS = 3
+REGISTERED = 1000
+PROMPT = [3 + (i * 37) % 190 for i in range(32)]
+
+
+def save_adapter(path: Path, spec: DecoderSpec, rank: int) -> None:
+    """Random factors of all linear layers."""
+    path.mkdir(parents=True)
+    targets, tensors = Targets(spec), {}
+    for part, name in {part: name for name, part in targets.named.items()}.items():
+        a = torch.randn(rank, targets.inputs[part.layer]) * 0.02
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16)
+        b = torch.randn(part.rows.count, rank) * 0.02
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.to(torch.bfloat16)
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+
+
+def seconds(llm: LLM, adapters: list[LoRARequest | None], tokens: int) -> float:
+    """Of a batch's decoding, the best of some rounds."""
+    found = []
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (1, tokens)]
+    prompts = [{"prompt_token_ids": [*PROMPT, index]} for index in range(len(adapters))]
+    for _ in range(ROUNDS):
+        times = []
+        for each in params:
+            began = time.perf_counter()
+            llm.generate(prompts, each, use_tqdm=False, lora_request=adapters)
+            times.append(time.perf_counter() - began)
+        found.append(times[1] - times[0])
+    return min(found)
+
+
+def ratios(model: str, places: list[Path], options: argparse.Namespace) -> dict[str, float]:
+    """Of seconds with adapters to those without."""
+    requests, tokens = options.requests, options.tokens
+    adapters = [LoRARequest(place.name, number, str(place)) for number, place in enumerate(places, 1)]
+    cases: dict[str, list[LoRARequest | None]] = {
+        "one request": [None],
+        "one request, one adapter": [adapters[0]],
+        "several requests": [None] * requests,
+        "several requests, 8 adapters": [adapters[i % 8] for i in range(requests)],
+        "64 requests": [None] * 64,
+        "64 requests, 64 adapters": [adapters[i % len(adapters)] for i in range(64)],
+    }
+    base: dict[str, float] = {}
+    found: dict[str, float] = {}
+    for enabled in (False, True):
+        lora: dict[str, Any] = {"enable_lora": True, "max_loras": 64, "max_lora_rank": options.rank} if enabled else {}
+        with LLM(model, device="cpu", max_model_len=512, max_num_seqs=64, **lora) as llm:
+            llm.wait_compiled()
+            for name, case in cases.items():
+                plain = all(adapter is None for adapter in case)
+                if not enabled and not plain:
+                    continue
+                taken = seconds(llm, case, tokens)
+                if not enabled:
+                    base[name] = taken
+                    continue
+                found[name] = taken / base[name.partition(",")[0]]
+                print(f"{name}: {1e3 * taken / tokens:.2f} ms a step, {found[name]:.3f} of without", flush=True)
+    return found
+
+
+async def misses(model: str, places: list[Path], options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds to the first token: resident, and not; and the longest gap of another stream meanwhile and else."""
+    args = EngineArgs(
+        model=model, device="cpu", max_model_len=2048, enable_lora=True, max_loras=8, max_lora_rank=options.rank
+    )
+    registered = [LoRARequest(f"a{n}", n, str(places[n % len(places)])) for n in range(1, REGISTERED + 1)]
+    async with AsyncEngine(args) as engine:
+        await engine.wait_compiled()
+
+        async def first(adapter: LoRARequest, salt: int) -> float:
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+            prompt, began = {"prompt_token_ids": [5 + salt % 100, salt // 100 + 5]}, time.perf_counter()
+            async for _ in engine.generate(prompt, params, lora_request=adapter):
+                pass
+            return 1e3 * (time.perf_counter() - began)
+
+        gaps: list[tuple[float, float]] = []
+
+        async def stream() -> None:
+            params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True, detokenize=False)
+            last = time.perf_counter()
+            async for _ in engine.generate({"prompt_token_ids": PROMPT}, params, delta=True):
+                now = time.perf_counter()
+                gaps.append((now, 1e3 * (now - last)))
+                last = now
+
+        await first(registered[0], 0)
+        hits = [await first(registered[0], salt) for salt in range(1, 40)]
+        cold = [await first(registered[n], 100 + n) for n in range(1, 40)]
+        other = asyncio.create_task(stream())
+        await asyncio.sleep(2)
+        hot, moment = [await first(registered[39], 300 + n) for n in range(40)], time.perf_counter()
+        beside = [await first(registered[n], 400 + n) for n in range(40, 80)]
+        other.cancel()
+    before = [gap for at, gap in gaps[5:] if at < moment]
+    after = [gap for at, gap in gaps if at >= moment]
+    return {
+        "first token, resident": median(hits),
+        "first token, a miss": median(cold),
+        "beside a stream, resident": median(hot),
+        "beside a stream, a miss": median(beside),
+        "the stream's median gap, all resident": median(before),
+        "the stream's median gap, misses": median(after),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--only", choices=["ratios", "misses"])
+    options = parser.parse_args()
+    model = options.model or str(demo_model_path())
+    spec = describe(model).spec
+    assert spec is not None
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Path(folder) / f"adapter-{index}" for index in range(64)]
+        for place in places:
+            save_adapter(place, spec, options.rank)
+        found: dict[str, Any] = {}
+        if options.only != "misses":
+            found["ratios"] = ratios(model, places, options)
+        if options.only != "ratios":
+            found["milliseconds"] = asyncio.run(misses(model, places, options))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
