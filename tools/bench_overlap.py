@@ -24,6 +24,7 @@ from queue import SimpleQueue
 
 import msgspec
 
+from engine.adapters.request import LoRARequest
 from engine.core.loop import CoreLoop
 from engine.core.process import SWITCH_INTERVAL_S
 from engine.core.wire import AddRequest, CoreStats, SequenceDelta, Shutdown, StepOutputs
@@ -138,6 +139,9 @@ class BusyScheduler:
         return None
 
     def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:
+        return []
+
+    def adapter_loaded(self, adapter: LoRARequest) -> list[SequenceDelta]:
         return []
 
     def transferred(self, news: News) -> list[SequenceDelta]:

@@ -36,7 +36,7 @@ def add_adapters(
         return
     slots, order = step[1 : 1 + most], step[1 + most : 1 + most + count].long()
     of_rows = slots[order]
-    for slot in of_rows.unique().tolist():
+    for slot in sorted(set(of_rows.tolist())):
         rows = order[of_rows == slot]
         given, start = x[rows].float(), 0
         made = y[rows].float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -81,7 +81,7 @@ class AdapterFiles:
         if not self._file.is_file():
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            self._handle = safe_open(str(self._file), framework="pt")
+            self._handle: Any = safe_open(str(self._file), framework="pt")
             self._headers = self._read_headers(targets, max_rank)
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error

@@ -60,11 +60,11 @@ class AdapterTables:
         """The adapter is in the slot; no step in flight has a row of it."""
         for layer in self._layers.values():
             layer.ranks[slot].zero_()
-        for (name, index, rows), a, b in factors:
+        for (name, number, rows), a, b in factors:
             layer, rank = self._layers[name], a.size(0)
-            layer.a[slot, index, :rank].copy_(a)
+            layer.a[slot, number, :rank].copy_(a)
             layer.b[slot, :rank, rows.start : rows.start + rows.count].copy_(b)
-            layer.ranks[slot, index] = rank
+            layer.ranks[slot, number] = rank
 
     def begin_step(self, slots_of_rows: np.ndarray, rows: Rows) -> None:
         """`slots_of_rows`: int32, by row of the device's tables."""

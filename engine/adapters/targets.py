@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from engine.models.families.registry import family_named
 from engine.models.families.rows import Rows
-from engine.models.spec import DecoderSpec, MixerSpec
+from engine.models.mixers import MixerSpec
+from engine.models.spec import DecoderSpec
 
 
 class Part(NamedTuple):
@@ -14,7 +15,7 @@ class Part(NamedTuple):
 
     layer: str
     """the decoder's name of it"""
-    index: int
+    number: int
     """which of the layer's parts"""
     rows: Rows
 

@@ -26,8 +26,9 @@ class SlotsMachine(RuleBasedStateMachine):
     def take(self, adapter: LoRARequest, users: int, waiting: int) -> None:
         slot = self.slots.take(adapter, users, waiting)
         if slot is None:
-            oldest = sorted(self.held, key=lambda each: self.taken.index(each))[:waiting]
-            assert adapter not in self.held or adapter in self.slots.loading or adapter in oldest
+            ready = [each for each in self.held if each not in self.slots.loading]
+            oldest = sorted(ready, key=self.taken.index)[:waiting]
+            assert adapter not in ready or adapter in oldest
             return
         assert slot == self.held[adapter] and adapter not in self.slots.loading
         self.users[adapter] = self.users.get(adapter, 0) + users

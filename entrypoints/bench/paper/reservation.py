@@ -79,11 +79,11 @@ class ReservingKVCache(KVCache):
         """Of the next sequence: tokens that it will hold in the end, and what to reserve for it."""
         self._expected = final_slots, max(final_slots, policy_slots)
 
-    def open(self, salt: str | None = None) -> SequenceBlocks:
+    def open(self, salt: str | None = None, adapter: str | None = None) -> SequenceBlocks:
         if self._expected is None:
             raise EngineError("a sequence was opened before `expect` told what to reserve for it")
         expected, self._expected = self._expected, None
-        return ReservedBlocks(super().open(salt), *expected)
+        return ReservedBlocks(super().open(salt, adapter), *expected)
 
     def match_prefix(self, blocks: SequenceBlocks, tokens: Tokens[int], limit: int) -> PrefixHit:
         """Nothing is ever found. `num_free` says only whether there is a chunk: less than any room if there is, more
