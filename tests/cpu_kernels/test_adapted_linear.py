@@ -81,7 +81,9 @@ def test_outputs_are_those_of_torch(
     step.set(np.full(rows, -1, dtype=np.int32))
     plain = native(x, before, residual)
     bare = PackedLinear.forward(_packed(linear_ops, native), x, before, residual)
-    assert torch.equal(plain, bare) and not torch.equal(plain.float(), found)
+    assert torch.equal(plain, bare)
+    changes = bool((native.ranks[slots[slots >= 0]] > 0).any())
+    assert torch.equal(plain.float(), found) != changes
 
 
 def _packed(ops: LinearOps, native: AdaptedPacked) -> PackedLinear:

@@ -75,7 +75,7 @@ class Loop:
         self.executor = ReplayingExecutor(
             num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled, pads
         )
-        self.adapters = ToyAdapters(*adapters, self._slots_in_flight, self.executor.adapters)
+        self.adapters = ToyAdapters(*adapters, self.executor.adapters)
         self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact, connector, self.adapters)
         self.depth, self.stages, self.max_model_len = depth, stages[0], max_model_len
         self.plans, self.num_plain = list[StepPlan](), list[int]()
@@ -157,6 +157,7 @@ class Loop:
             self.plans.append(plan)
             self.num_plain.append(self.scheduler._steps._steps[-1][1].num_plain)
             self.executor.submit(plan)
+            self.adapters.begin(plan)
             self.pending.append(plan)
             if self.stages > 1:
                 self._assert_nobody_waits_in_another_step()
@@ -164,13 +165,10 @@ class Loop:
         due = len(self.pending) > self.depth or (plan is None and bool(self.pending))
         if due:
             self.pending.popleft()
+            self.adapters.end()
             self.receive(self.scheduler.complete(self.executor.collect(), STEP_S))
             self._send_masks()
         return plan is not None or due or bool(failed) or bool(compiled) or bool(loaded)
-
-    def _slots_in_flight(self) -> set[int]:
-        rows = {row.row for plan in self.pending for row in plan.rows.each()}
-        return {self.executor.rows[row].adapter_slot for row in rows if row in self.executor.rows}
 
     def _assert_nobody_waits_in_another_step(self) -> None:
         """The first stage does not know a token before it has arrived."""

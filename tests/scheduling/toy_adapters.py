@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import deque
 
 from engine.adapters.request import LoRARequest
+from engine.step import StepPlan
 
 BROKEN = 9
 """number of the adapter that cannot be loaded"""
@@ -16,17 +17,27 @@ def adapter(number: int) -> LoRARequest | None:
 
 
 class ToyAdapters:
-    def __init__(
-        self, num_slots: int, delay: int, in_use: Callable[[], Collection[int]], numbers: dict[int, int]
-    ) -> None:
-        """`delay`: turns that loading takes; 0: it is done at once. `in_use`: slots of rows of steps in flight.
-        `numbers`: of the device, by slot: whose it holds."""
-        self.num_slots, self._delay, self._in_use = num_slots, delay, in_use
-        self.numbers = numbers
+    def __init__(self, num_slots: int, delay: int, numbers: dict[int, int]) -> None:
+        """`delay`: turns that loading takes; 0: it is done at once. `numbers`: of the device, by slot: whose it
+        holds."""
+        self.num_slots, self._delay, self.numbers = num_slots, delay, numbers
         self.under_way: dict[LoRARequest, int] = {}
+        self._slots: dict[int, int] = {}
+        """by row, behind the plans so far"""
+        self._in_use: deque[set[int]] = deque()
+        """slots that each step in flight reads"""
+
+    def begin(self, plan: StepPlan) -> None:
+        self._slots.update({new.row: new.adapter_slot for new in plan.added})
+        self._in_use.append({self._slots[row.row] for row in plan.rows.each()})
+
+    def end(self) -> None:
+        """The oldest step in flight is complete."""
+        self._in_use.popleft()
 
     def load(self, adapter: LoRARequest, slot: int) -> bool:
-        assert 0 <= slot < self.num_slots and slot not in self._in_use(), "a step in flight would read another adapter"
+        assert 0 <= slot < self.num_slots
+        assert not any(slot in used for used in self._in_use), "a step in flight would read another adapter"
         self.numbers[slot] = adapter.lora_int_id
         if self._delay:
             self.under_way[adapter] = self._delay
