@@ -90,9 +90,10 @@ class AdapterFiles:
         found = []
         for header in self._headers:
             scale = self._alpha / (math.sqrt(header.rank) if self._root else header.rank)
-            b = rows_in_order(self._handle.get_tensor(header.b), header.part.rows).float().mul_(scale)
-            a = self._handle.get_tensor(header.a).to(dtype).contiguous()
-            found.append(Factors(header.part, a, b.T.to(dtype).contiguous()))
+            stored = rows_in_order(self._handle.get_tensor(header.b), header.part.rows)
+            b = torch.empty(header.rank, header.part.rows.count, dtype=dtype)
+            torch.mul((stored if stored.dtype == dtype else stored.float()).T, scale, out=b)
+            found.append(Factors(header.part, self._handle.get_tensor(header.a).to(dtype, copy=True), b))
         return found
 
     def _check(self, config: dict[str, object]) -> None:

@@ -378,7 +378,7 @@ def test_what_is_no_tape_is_not_run(ops: LinearOps) -> None:
         ([2, 8, 2, 0, 0, 8, 2, 1, 0, 1, -2], [], "negative count"),
         ([-1, 0], [], "negative count"),
         ([1, 8, 2, 0, 0, -3], [], "negative count"),
-        ([1, 8, 2, 0, 0, 1, 1, 6], [], "no call is of kind 6"),
+        ([1, 8, 2, 0, 0, 1, 1, 7], [], "no call is of kind 7"),
         ([1, 8, 2, 0, 0, 1, 1, 5, 0, 0], [], "a sum without its group"),
         ([3, 8, 2, 0, 0, 8, 2, 1, 0, 8, 2, 1, 0, 0], [], "two values are result 0|does not fit its place"),
         ([1, 8, 2, 0, 0, 0, 7], [], "goes on behind its end"),
