@@ -4,8 +4,6 @@
 #include <math.h>
 #include <stddef.h>
 
-#include <vector>
-
 #include "epilogue.h"
 #include "states.h"
 
@@ -90,39 +88,40 @@ void write_history(const MixProblem& p, int64_t first, int64_t begin, int64_t co
 }
 
 template <bool kBf16>
-void convolve_as(const MixProblem& p, int64_t begin, int64_t end) {
+void convolve_as(const MixProblem& p, int64_t s, int64_t begin, int64_t end) {
   const int64_t count = end - begin, before = p.taps - 1;
-  for (int64_t s = 0; s < p.num_sequences; ++s) {
-    const StateSequence& sequence = p.sequences[s];
-    History h = {};
-    if (sequence.read >= 0) read_history<kBf16>(p, sequence.read, begin, count, h);
-    int64_t write = sequence.first_write;
-    const int64_t writes_end = p.writes_end(s);
-    for (int64_t t = sequence.begin; t < sequence.end; ++t) {
-      const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
-      float* const to = p.mixed + t * p.channels + begin;
-      for (int64_t c = 0; c < count; c += VW) {
-        const int64_t left = count - c;
-        vf own = load_some<kBf16>(x, p.mixed_at + begin + c, left);
-        if (p.kind == MixKind::kShort) own = rounded<kBf16>(own * load_some<kBf16>(x, p.amount_at + begin + c, left));
-        vf sum{};
-        for (int64_t tap = 0; tap < before; ++tap)
-          sum += loadf(h.rows[tap] + c) * load_some<false>(p.conv_weight, tap * p.channels + begin + c, left);
-        sum += own * load_some<false>(p.conv_weight, before * p.channels + begin + c, left);
-        if (p.conv_bias != nullptr) sum += load_some<false>(p.conv_bias, begin + c, left);
-        sum = rounded<kBf16>(sum);
-        store_some<false>(to, c, p.kind == MixKind::kShort ? sum : rounded<kBf16>(times_sigmoid(sum, sum)), left);
-        storef(h.rows[before] + c, own);
-      }
-      memmove(h.rows[0], h.rows[1], sizeof(h.rows[0]) * (size_t)before);
-      if (write < writes_end && p.writes[write].end == t + 1)
-        write_history<kBf16>(p, p.writes[write++].written, begin, count, h);
+  const StateSequence& sequence = p.sequences[s];
+  alignas(64) History h;
+  if (sequence.read >= 0)
+    read_history<kBf16>(p, sequence.read, begin, count, h);
+  else
+    memset(h.rows, 0, sizeof(h.rows[0]) * (size_t)before);
+  int64_t write = sequence.first_write;
+  const int64_t writes_end = p.writes_end(s);
+  for (int64_t t = sequence.begin; t < sequence.end; ++t) {
+    const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
+    float* const to = p.mixed + t * p.channels + begin;
+    for (int64_t c = 0; c < count; c += VW) {
+      const int64_t left = count - c;
+      vf own = load_some<kBf16>(x, p.mixed_at + begin + c, left);
+      if (p.kind == MixKind::kShort) own = rounded<kBf16>(own * load_some<kBf16>(x, p.amount_at + begin + c, left));
+      vf sum{};
+      for (int64_t tap = 0; tap < before; ++tap)
+        sum += loadf(h.rows[tap] + c) * load_some<false>(p.conv_weight, tap * p.channels + begin + c, left);
+      sum += own * load_some<false>(p.conv_weight, before * p.channels + begin + c, left);
+      if (p.conv_bias != nullptr) sum += load_some<false>(p.conv_bias, begin + c, left);
+      sum = rounded<kBf16>(sum);
+      store_some<false>(to, c, p.kind == MixKind::kShort ? sum : rounded<kBf16>(times_sigmoid(sum, sum)), left);
+      storef(h.rows[before] + c, own);
     }
+    memmove(h.rows[0], h.rows[1], sizeof(h.rows[0]) * (size_t)before);
+    if (write < writes_end && p.writes[write].end == t + 1)
+      write_history<kBf16>(p, p.writes[write++].written, begin, count, h);
   }
 }
 
-void convolve(const MixProblem& p, int64_t begin, int64_t end) {
-  p.bf16 ? convolve_as<true>(p, begin, end) : convolve_as<false>(p, begin, end);
+void convolve(const MixProblem& p, int64_t sequence, int64_t begin, int64_t end) {
+  p.bf16 ? convolve_as<true>(p, sequence, begin, end) : convolve_as<false>(p, sequence, begin, end);
 }
 
 // -- before and behind the recurrence ----------------------------------------------------------------------------------
@@ -239,102 +238,155 @@ void finish(const MixProblem& p, int64_t begin, int64_t end) {
 
 // -- the recurrence ----------------------------------------------------------------------------------------------------
 
-// S'k of a head's columns. So many sums at once that none waits for another.
-PAGELOOM_INLINE void held_by(const float* state, int64_t stride, const float* key, int64_t keys, vf (&held)[NV]) {
-  constexpr int64_t kRows = NV >= 8 ? 1 : 8 / NV;
-  vf sums[kRows][NV] = {};
-  int64_t i = 0;
-  for (; i + kRows <= keys; i += kRows)
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < kRows; ++r) {
-      const vf weight = splat(key[i + r]);
-#pragma GCC unroll 8
-      for (int64_t v = 0; v < NV; ++v) sums[r][v] += weight * loadf(state + (i + r) * stride + v * VW);
-    }
-  for (; i < keys; ++i)
-    for (int64_t v = 0; v < NV; ++v) sums[0][v] += splat(key[i]) * loadf(state + i * stride + v * VW);
-#pragma GCC unroll 8
-  for (int64_t v = 0; v < NV; ++v) {
-    held[v] = sums[0][v];
-    for (int64_t r = 1; r < kRows; ++r) held[v] += sums[r][v];
-  }
+// Sums over a head's keys for kMixColumns columns: of rows in turns, so many at once that none waits for another.
+constexpr int64_t kHeldRows = NV >= 8 ? 1 : 8 / NV, kReadRows = NV >= 8 ? 1 : 2;
+struct Held {
+  vf of[kHeldRows][NV];
+};
+struct Read {
+  vf of[kReadRows][NV];
+};
+
+template <class Sums, int64_t kRows>
+PAGELOOM_INLINE vf total(const Sums& sums, int64_t v) {
+  vf sum = sums.of[0][v];
+  for (int64_t r = 1; r < kRows; ++r) sum += sums.of[r][v];
+  return sum;
 }
 
-// S = decay S + k added'; read = S'q.
-PAGELOOM_INLINE void take_over(float* state, int64_t stride, const float* key, const float* query, int64_t keys,
-                               float decay, const vf (&added)[NV], vf (&read)[NV]) {
-  constexpr int64_t kRows = NV >= 8 ? 1 : 2;
-  const vf kept = splat(decay);
-  vf sums[kRows][NV] = {};
+// S'k, of some keys.
+PAGELOOM_INLINE void held_by(const float* state, int64_t stride, const float* key, int64_t keys, Held& held) {
+  Held sums = held;
   int64_t i = 0;
-  for (; i + kRows <= keys; i += kRows)
+  for (; i + kHeldRows <= keys; i += kHeldRows)
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < kHeldRows; ++r) {
+      const vf weight = splat(key[i + r]);
+#pragma GCC unroll 8
+      for (int64_t v = 0; v < NV; ++v) sums.of[r][v] += weight * loadf(state + (i + r) * stride + v * VW);
+    }
+  for (; i < keys; ++i)
+    for (int64_t v = 0; v < NV; ++v) sums.of[0][v] += splat(key[i]) * loadf(state + i * stride + v * VW);
+  held = sums;
+}
+
+// S = decay S + k added', from where it is to where it is to be; read = S'q.
+PAGELOOM_INLINE void take_over(const float* from, float* to, int64_t stride, const float* key, const float* query,
+                               int64_t keys, float decay, const vf (&added)[NV], Read& read) {
+  const vf kept = splat(decay);
+  Read sums = read;
+  int64_t i = 0;
+  for (; i + kReadRows <= keys; i += kReadRows)
 #pragma GCC unroll 2
-    for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t r = 0; r < kReadRows; ++r) {
       const vf k = splat(key[i + r]), q = splat(query[i + r]);
-      float* const row = state + (i + r) * stride;
+      const int64_t row = (i + r) * stride;
 #pragma GCC unroll 8
       for (int64_t v = 0; v < NV; ++v) {
-        const vf cell = loadf(row + v * VW) * kept + k * added[v];
-        storef(row + v * VW, cell);
-        sums[r][v] += q * cell;
+        const vf cell = loadf(from + row + v * VW) * kept + k * added[v];
+        storef(to + row + v * VW, cell);
+        sums.of[r][v] += q * cell;
       }
     }
   for (; i < keys; ++i)
     for (int64_t v = 0; v < NV; ++v) {
-      float* const row = state + i * stride + v * VW;
-      const vf cell = loadf(row) * kept + splat(key[i]) * added[v];
-      storef(row, cell);
-      sums[0][v] += splat(query[i]) * cell;
+      const vf cell = loadf(from + i * stride + v * VW) * kept + splat(key[i]) * added[v];
+      storef(to + i * stride + v * VW, cell);
+      sums.of[0][v] += splat(query[i]) * cell;
     }
-#pragma GCC unroll 8
-  for (int64_t v = 0; v < NV; ++v) {
-    read[v] = sums[0][v];
-    for (int64_t r = 1; r < kRows; ++r) read[v] += sums[r][v];
-  }
+  read = sums;
 }
 
-// One token through the columns of a head from `column` on; `state`: those of its matrix, rows `stride` apart.
-PAGELOOM_INLINE void go_on(const MixProblem& p, int64_t t, int64_t head, int64_t column, int64_t count, float* state,
-                           int64_t stride) {
-  const float* const mixed = p.mixed + t * p.channels;
-  const int64_t group = head / (p.heads / p.groups);
-  const float *const key = mixed + p.k_at + group * p.keys, *const query = mixed + p.q_at + group * p.keys;
-  const float decay = p.decay[t * p.heads + head], amount = p.amount[t * p.heads + head];
-  vf added[NV], read[NV];
-  for (int64_t v = 0; v < NV; ++v) {
-    const int64_t left = count - v * VW;
-    added[v] = left > 0 ? load_some<false>(mixed, p.v_at + head * p.values + column + v * VW, left) : vf{};
+// What one token brings to a head, and kMixColumns columns of it.
+struct HeadToken {
+  HeadToken(const MixProblem& problem, int64_t t, int64_t head)
+      : p(problem), t(t), head(head), mixed(p.mixed + t * p.channels), key(mixed + p.k_at + group() * p.keys),
+        query(mixed + p.q_at + group() * p.keys), decay(p.decay[t * p.heads + head]),
+        amount(p.amount[t * p.heads + head]) {}
+  int64_t group() const { return head / (p.heads / p.groups); }
+
+  // `held`: what the state held for the key, of the delta rule.
+  void add(int64_t column, int64_t count, const Held* held, vf (&added)[NV]) const {
+    for (int64_t v = 0; v < NV; ++v) {
+      const int64_t left = count - v * VW;
+      added[v] = left > 0 ? load_some<false>(mixed, p.v_at + head * p.values + column + v * VW, left) : vf{};
+      if (held != nullptr) added[v] -= splat(decay) * total<Held, kHeldRows>(*held, v);
+      added[v] *= splat(amount);
+    }
   }
-  if (p.kind == MixKind::kDelta) {
-    vf held[NV];
-    held_by(state, stride, key, p.keys, held);
-    for (int64_t v = 0; v < NV; ++v) added[v] -= splat(decay) * held[v];
+  void store(int64_t column, int64_t count, const Read& read) const {
+    for (int64_t v = 0; v < NV && v * VW < count; ++v)
+      store_some<false>(p.made, t * p.inner() + head * p.values + column + v * VW, total<Read, kReadRows>(read, v),
+                        count - v * VW);
   }
-  for (int64_t v = 0; v < NV; ++v) added[v] *= splat(amount);
-  take_over(state, stride, key, query, p.keys, decay, added, read);
-  for (int64_t v = 0; v < NV && v * VW < count; ++v)
-    store_some<false>(p.made, t * p.inner() + head * p.values + column + v * VW, read[v], count - v * VW);
+
+  const MixProblem& p;
+  const int64_t t, head;
+  const float *const mixed, *const key, *const query;
+  const float decay, amount;
+};
+
+// One token through the columns of a head from `column` on; `state`: those of its matrix, rows kMixColumns apart.
+PAGELOOM_INLINE void go_on(const MixProblem& p, int64_t t, int64_t head, int64_t column, int64_t count, float* state) {
+  const HeadToken token(p, t, head);
+  const bool delta = p.kind == MixKind::kDelta;
+  Held held{};
+  Read read{};
+  vf added[NV];
+  if (delta) held_by(state, kMixColumns, token.key, p.keys, held);
+  token.add(column, count, delta ? &held : nullptr, added);
+  take_over(state, state, kMixColumns, token.key, token.query, p.keys, token.decay, added, read);
+  token.store(column, count, read);
 }
 
-// All columns of a head for a sequence's one token: its matrix is read and written as it lies.
+constexpr int64_t kKeysAtOnce = 16;                  // rows of a matrix, all columns; of whatever is summed in turns a multiple
+constexpr int64_t kMostOnce = 16 * kMixColumns;      // columns of a head that `recur_once` takes
+
+// All columns of a head for a sequence's one token, where its matrix lies: a walk over it for what it holds, in the order
+// of memory, and another that changes it.
 void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
-  static thread_local std::vector<float> whole;
-  whole.resize((size_t)(p.keys * p.values));
   const StateSequence& s = p.sequences[sequence];
-  const int64_t size = p.keys * p.values * 4, from = p.start + p.matrices_at + head * size;
-  if (s.read >= 0)
-    StateBytes(p.place, s.read, from).read(whole.data(), size);
-  else
-    memset(whole.data(), 0, (size_t)size);
-  for (int64_t column = 0; column < p.values; column += kMixColumns)
-    go_on(p, s.begin, head, column, kMixColumns, whole.data() + column, p.values);
-  if (s.first_write < p.writes_end(sequence))
-    StateBytes(p.place, p.writes[s.first_write].written, from).write(whole.data(), size);
+  const int64_t from = p.start + p.matrices_at + head * p.keys * p.values * 4, blocks = p.values / kMixColumns;
+  const HeadToken token(p, s.begin, head);
+  alignas(64) float some[kKeysAtOnce * kMostOnce], more[kKeysAtOnce * kMostOnce];
+  Held held[kMostOnce / kMixColumns];
+  Read read[kMostOnce / kMixColumns];
+  vf added[kMostOnce / kMixColumns][NV];
+  const bool delta = p.kind == MixKind::kDelta, has_state = s.read >= 0;
+  for (int64_t b = 0; b < blocks; ++b) held[b] = Held{}, read[b] = Read{};
+  if (delta && has_state) {
+    StateBytes bytes(p.place, s.read, from);
+    for (int64_t i = 0; i < p.keys; i += kKeysAtOnce) {
+      const int64_t keys = p.keys - i < kKeysAtOnce ? p.keys - i : kKeysAtOnce;
+      bytes.read(some, keys * p.values * 4);
+      for (int64_t b = 0; b < blocks; ++b) held_by(some + b * kMixColumns, p.values, token.key + i, keys, held[b]);
+    }
+  }
+  for (int64_t b = 0; b < blocks; ++b) token.add(b * kMixColumns, kMixColumns, delta ? &held[b] : nullptr, added[b]);
+  const bool kept = s.first_write < p.writes_end(sequence);
+  if (!has_state) memset(some, 0, sizeof(some));
+  StateBytes old(p.place, has_state ? s.read : 0, from);
+  StateBytes now(p.place, kept ? p.writes[s.first_write].written : 0, from);
+  for (int64_t i = 0; i < p.keys; i += kKeysAtOnce) {
+    const int64_t keys = p.keys - i < kKeysAtOnce ? p.keys - i : kKeysAtOnce, size = keys * p.values * 4;
+    const float* rows = some;
+    if (has_state) {
+      const float* const here = delta ? (const float*)old.whole(size) : nullptr;
+      if (here != nullptr) rows = here; else old.read(some, size);
+    }
+    float* const there = kept ? (float*)now.whole(size) : nullptr;
+    float* const to = there != nullptr ? there : more;
+    for (int64_t b = 0; b < blocks; ++b)
+      take_over(rows + b * kMixColumns, to + b * kMixColumns, p.values, token.key + i, token.query + i, keys, token.decay,
+                added[b], read[b]);
+    if (kept && there == nullptr) now.write(more, size);
+  }
+  for (int64_t b = 0; b < blocks; ++b) token.store(b * kMixColumns, kMixColumns, read[b]);
 }
 
 void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) {
   const StateSequence& s = p.sequences[sequence];
-  if (s.end - s.begin == 1 && p.values % kMixColumns == 0) {
+  if (s.end - s.begin == 1 && p.values % kMixColumns == 0 && p.values <= kMostOnce) {
     if (column == 0) recur_once(p, sequence, head);
     return;
   }
@@ -349,7 +401,7 @@ void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) 
   int64_t write = s.first_write;
   const int64_t writes_end = p.writes_end(sequence);
   for (int64_t t = s.begin; t < s.end; ++t) {
-    go_on(p, t, head, column, count, state, kMixColumns);
+    go_on(p, t, head, column, count, state);
     if (write < writes_end && p.writes[write].end == t + 1) {
       StateBytes bytes(p.place, p.writes[write++].written, from);
       for (int64_t i = 0; i < p.keys; ++i) bytes.write(state + i * kMixColumns, count * 4, i + 1 < p.keys ? rest : 0);

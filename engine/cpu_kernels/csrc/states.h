@@ -39,8 +39,20 @@ class StateBytes {
     walk(count, [&](uint8_t* here, int64_t done, int64_t some) { memcpy(here, static_cast<const uint8_t*>(from) + done, some); });
     walk(skipped, [](uint8_t*, int64_t, int64_t) {});
   }
+  // As many bytes where they lie, which are passed over; null, and nothing is: they lie in several pieces.
+  uint8_t* whole(int64_t count) {
+    if (left_ == 0) turn();
+    if (left_ < count) return nullptr;
+    uint8_t* const here = at_;
+    at_ += count, left_ -= count;
+    return here;
+  }
 
  private:
+  void turn() {
+    if (++cache_ == place_.num_caches) cache_ = 0, ++page_;
+    enter(0);
+  }
   void enter(int64_t within) {
     at_ = place_.caches[cache_] + blocks_[page_] * place_.strides[cache_] + within;
     left_ = place_.widths[cache_] - within;
@@ -48,10 +60,7 @@ class StateBytes {
   template <class Use>
   void walk(int64_t count, const Use& use) {
     for (int64_t done = 0; done < count;) {
-      if (left_ == 0) {  // only where more is wanted: behind a bundle's last byte there is nothing
-        if (++cache_ == place_.num_caches) cache_ = 0, ++page_;
-        enter(0);
-      }
+      if (left_ == 0) turn();  // only where more is wanted: behind a bundle's last byte there is nothing
       const int64_t some = count - done < left_ ? count - done : left_;
       use(at_, done, some);
       at_ += some, left_ -= some, done += some;
@@ -110,12 +119,12 @@ struct MixProblem {
   }
 };
 
-constexpr int64_t kMixChannels = 64, kMixColumns = 32;  // that one call of a kernel makes, at most
+constexpr int64_t kMixChannels = 256, kMixColumns = 32;  // that one call of a kernel makes, at most
 
 // A token's result depends on its own past alone: not on what other tokens a step has, nor on how the work is cut.
 struct MixKernels {
-  // Inputs of channels [begin, end), at most kMixChannels, of all tokens; and the inputs that states are to hold.
-  void (*convolve)(const MixProblem&, int64_t begin, int64_t end);
+  // Inputs of channels [begin, end), at most kMixChannels, of one sequence's tokens; and those that states are to hold.
+  void (*convolve)(const MixProblem&, int64_t sequence, int64_t begin, int64_t end);
   // What recurrences need beside that, of tokens [begin, end).
   void (*prepare)(const MixProblem&, int64_t begin, int64_t end);
   // Of one sequence and head kMixColumns columns of values, from `column` on; and of the matrices that are to be kept.

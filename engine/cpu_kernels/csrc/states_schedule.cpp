@@ -29,7 +29,8 @@ void worker(void* context) {
 int64_t cut(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 
 void convolve(const MixProblem& p, const MixKernels& k, int64_t i) {
-  k.convolve(p, i * kMixChannels, std::min((i + 1) * kMixChannels, p.channels));
+  const int64_t parts = cut(p.channels, kMixChannels), begin = i % parts * kMixChannels;
+  k.convolve(p, i / parts, begin, std::min(begin + kMixChannels, p.channels));
 }
 
 void prepare(const MixProblem& p, const MixKernels& k, int64_t i) {
@@ -53,7 +54,7 @@ void run_mix(const MixProblem& p, const MixKernels& kernels, const Threads& thre
     threads.run(work < kSerialWork ? 1 : pieces, worker, &phase);
   };
   const int64_t values = p.tokens * p.channels;
-  run(convolve, cut(p.channels, kMixChannels), values * p.taps);
+  run(convolve, p.num_sequences * cut(p.channels, kMixChannels), values * p.taps);
   if (p.kind != MixKind::kShort) run(prepare, cut(p.tokens, kTokens), values);
   if (p.kind != MixKind::kShort)
     run(recur, p.num_sequences * p.heads * cut(p.values, kMixColumns), p.num_sequences * p.inner() * p.keys);
