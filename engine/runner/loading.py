@@ -194,8 +194,9 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
         raise ConfigError("speculative_config: an EAGLE-3 head needs a model that runs natively; use method 'ngram'")
-    # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds.
-    backend = _backend(config, facts, draft, device)
+    # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds. Ranks have the
+    # same one, so the whole model is asked.
+    backend = _backend(config, description.facts, draft, device)
     graphs = graph_mode(config.compile.graphs, config.compile.mode, backend)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config, dtype)
