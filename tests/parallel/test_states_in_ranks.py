@@ -44,7 +44,7 @@ SUBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WHOLE: dict[str, Any] = {"enable_expert_parallel": True}
 TOKENS = 16
-TIGHT: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 64, "kv_cache_memory": 1 << 18}
+TIGHT: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 64, "kv_cache_memory": 5 << 16}
 LONG = [3 + (7 * i) % 240 for i in range(600)]
 FIRST = [*CROWD[:40], LONG]
 LATER = [[*LONG, 9, 4], *CROWD[:4]]
