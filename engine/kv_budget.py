@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.config import EngineArgs, EngineConfig
-from engine.layer_groups import LayerGroup, group_layers, most_blocks, with_states
+from engine.layer_groups import (
+    LayerGroup,
+    State,
+    group_layers,
+    most_blocks,
+    state_page,
+    state_pages,
+    state_starts,
+    with_states,
+)
 from engine.models.facts import HeadsSpec, ModelFacts
-from engine.models.sharding import Span
-from engine.models.stages import stage_layers
+from engine.models.sharding import Shard, Span, divided_mixer
+from engine.models.stages import StageLayers, stage_layers
 from engine.sizes import size_text
 
 if TYPE_CHECKING:
@@ -21,14 +30,12 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 
-def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str, ranks: int = 1) -> int:
-    """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales). Each of `ranks`
-    that divide the heads has one at least."""
+def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str) -> int:
+    """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales)."""
     scale_bytes = 4 if dtype == "int8" else 0
     keep = [layer for layer in layers if layer.shares is None]
     return sum(
-        layer.kept_arrays * max(layer.num_kv_heads, ranks) * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes)
-        for layer in keep
+        layer.kept_arrays * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in keep
     )
 
 
@@ -43,36 +50,56 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     draft_bytes: int = 0
     """that the layers of a draft keep of a token; they share the blocks of one of the groups"""
     ranks: int = 1
-    """that share the memory; each keeps what the draft does"""
-    stages: tuple[Span, ...] = ()
+    """that divide heads and share the memory; each keeps what the draft does"""
+    stages: tuple[StageLayers, ...] = ()
     """layers of each stage, which share the memory, too; (): one has all"""
     model_dtype: str = "bfloat16"
     """of activations, and so of states"""
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        sizes = self.model.state_sizes(DTYPE_BYTES[self.model_dtype])
-        return with_states(self._attending, sizes, self.block_bytes, self.block_size)
+        return with_states(self._attending, self._pages, self.block_size)
+
+    @property
+    def state(self) -> State | None:
+        """What is said of the states' group; None: there is none."""
+        window = self.groups[-1].window
+        return window if isinstance(window, State) else None
 
     @property
     def _attending(self) -> tuple[LayerGroup, ...]:
         return group_layers(self.model.kept, self.longest)
 
     @property
+    def _pages(self) -> int:
+        return state_pages(list(self._ranks())) if self.model.states else 0
+
+    @property
     def block_bytes(self) -> int:
-        """Of a block of any group."""
-        layers = self.model.layers
+        """Of a block of any group, in all ranks."""
         if not self.model.keeps_kv:
             return 0
-        token = 0
-        for own in self.stages or (Span(0, len(layers)),):
-            kept = [[layers[i] for i in group.layers if own.first <= i < own.end] for group in self._attending]
-            token += max(kv_bytes_per_token(each, self.dtype, self.ranks) for each in kept)
-        return (token + self.draft_bytes * self.ranks) * self.block_size
+        pages = self._pages
+        return sum(page or state_page(state, pages) for page, state in self._ranks())
+
+    def _ranks(self) -> Iterator[tuple[int, int]]:
+        """Of each the bytes of a block's keys and values, and of a sequence's states."""
+        model, groups = self.model, self._attending
+        stages = self.stages or (StageLayers(Span(0, len(model.layers)), Span(0, len(model.states))),)
+        for shard in (Shard(rank, self.ranks) for rank in range(self.ranks)):
+            layers = [divided_mixer(layer, shard) for layer in model.layers]
+            states = [divided_mixer(each, shard).state_bytes(DTYPE_BYTES[self.model_dtype]) for each in model.states]
+            for own, keep in stages:
+                kept = [[layers[i] for i in group.layers if own.first <= i < own.end] for group in groups]
+                token = max(kv_bytes_per_token(each, self.dtype) for each in kept) + self.draft_bytes
+                yield token * self.block_size, state_starts(states[keep.first : keep.end])[-1]
 
     def blocks_of(self, tokens: int) -> int:
         """Over all groups."""
-        return sum(most_blocks(tokens, group.window, self.block_size, self.step_tokens) for group in self.groups)
+        return self._blocks_in(self.groups, tokens)
+
+    def _blocks_in(self, groups: tuple[LayerGroup, ...], tokens: int) -> int:
+        return sum(most_blocks(tokens, group.window, self.block_size, self.step_tokens) for group in groups)
 
     def bytes_of(self, tokens: int) -> int:
         return self.block_bytes * self.blocks_of(tokens)
@@ -81,7 +108,23 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
         """At most `longest`; 0 where not even one fits."""
         if not self.model.keeps_kv:
             return self.longest
-        return bisect_right(range(1, self.longest + 1), memory_bytes, key=self.bytes_of)
+        groups, blocks = self.groups, memory_bytes // self.block_bytes
+        return bisect_right(range(1, self.longest + 1), blocks, key=lambda tokens: self._blocks_in(groups, tokens))
+
+
+def sequence_sizes(config: EngineConfig, model: ModelDescription, draft: ModelFacts | None = None) -> SequenceSizes:
+    """As configured. `draft`: of a draft's layers."""
+    return SequenceSizes(
+        model=model.facts,
+        dtype=config.cache.dtype,
+        block_size=config.cache.block_size,
+        step_tokens=config.scheduler.max_num_batched_tokens,
+        longest=config.model.max_model_len,
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
+        ranks=config.parallel.kv_copies,
+        stages=stage_layers(model.spec, config.parallel.pipeline),
+        model_dtype=config.model.dtype,
+    )
 
 
 def shortened_context(
@@ -92,17 +135,7 @@ def shortened_context(
     context, memory = config.model.max_model_len, config.cache.kv_cache_memory
     if memory is None or args.max_model_len is not None or context >= model.max_position:
         return None
-    sizes = SequenceSizes(
-        model=model.facts,
-        dtype=config.cache.dtype,
-        block_size=config.cache.block_size,
-        step_tokens=config.scheduler.max_num_batched_tokens,
-        longest=model.max_position,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
-        ranks=config.parallel.kv_copies,
-        stages=stage_layers(model.spec, config.parallel.pipeline),
-        model_dtype=config.model.dtype,
-    )
+    sizes = msgspec.structs.replace(sequence_sizes(config, model, draft), longest=model.max_position)
     enough = size_text(sizes.bytes_of(sizes.longest))
     return (
         f"kv_cache_memory ({size_text(memory)}) cuts the context to {context} tokens, prompt and answer together; the "

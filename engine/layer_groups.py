@@ -87,14 +87,24 @@ def state_starts(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(-(-size // _STATE_ALIGNMENT) * _STATE_ALIGNMENT for size in sizes)]
 
 
-def with_states(
-    groups: Sequence[LayerGroup], sizes: Sequence[int], page_bytes: int, block_size: int
-) -> tuple[LayerGroup, ...]:
-    """And the group of those layers that keep states, of as many bytes, if there are any. What stays of long sequences
+def state_pages(ranks: Sequence[tuple[int, int]]) -> int:
+    """That a state takes, as many in each rank. `ranks`: the bytes of a page in each, 0 where none of its layers
+    attends, and those of a state, 0 where none keeps one. As many as the rank needs whose states are the largest for
+    its pages."""
+    of_all = (sum(page for page, _ in ranks), sum(state for _, state in ranks))
+    return max(-(-state // page) for page, state in (of_all, *ranks) if page)
+
+
+def state_page(state_bytes: int, pages: int) -> int:
+    """Bytes of a page where nothing but states lies in pages."""
+    return -(-state_bytes // (pages * _STATE_ALIGNMENT)) * _STATE_ALIGNMENT
+
+
+def with_states(groups: Sequence[LayerGroup], pages: int, block_size: int) -> tuple[LayerGroup, ...]:
+    """And the group of those layers that keep states, of as many pages, if there are any. What stays of long sequences
     for the prefix cache takes a quarter of their keys and values at most."""
-    if not sizes:
+    if not pages:
         return tuple(groups)
-    pages = -(-state_starts(sizes)[-1] // page_bytes)
     blocks = max(_FEWEST_BLOCKS, -(-_STATE_SHARE * pages // len(groups)))
     return (*groups, LayerGroup((), State(pages, blocks * block_size)))
 

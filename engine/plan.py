@@ -23,17 +23,17 @@ from engine.config import EngineArgs, EngineConfig, Quantization
 from engine.core.rounds import in_rounds
 from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.hub import HubFile, HubName, beginning_of, fetched, free_disk, hub_name, offered, weights_of
-from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token
+from engine.kv_budget import DTYPE_BYTES, SequenceSizes, kv_bytes_per_token, sequence_sizes
 from engine.kv_cache.ledger import MemoryLedger, human, memory_ledger
 from engine.layer_groups import with_layers_behind
 from engine.machine import Machine, main_memory, probe_machine
 from engine.model_plan import ModelPlan, RankPlan
 from engine.models.description import ModelDescription, describe
-from engine.models.drafts import DraftDescription, describe_draft
+from engine.models.drafts import describe_draft
 from engine.models.facts import ModelFacts
 from engine.models.gguf_header import read_gguf_header
 from engine.models.spec import DecoderSpec
-from engine.models.stages import layers_of, stage_layers
+from engine.models.stages import layers_of
 from engine.models.step_memory import estimate_step_bytes, estimate_workspace_bytes
 from engine.parallel_settings import crowded, held_by_one, placed, rank_specs
 from engine.reports import LoadReport
@@ -135,7 +135,7 @@ class _Fit:
         """Raises `ConfigError` where they do not hold together, or do not fit."""
         config = resolve(args, self._model, self._machine, None if self._draft is None else self._draft.facts)
         config = placed(config, args, self._model)
-        sizes = _sizes(config, self._model, self._draft)
+        sizes = sequence_sizes(config, self._model, None if self._draft is None else self._draft.facts)
         report = self._report(config, sizes)
         ledger = memory_ledger(
             load=report,
@@ -271,20 +271,6 @@ class _Fit:
         lengths = range(_LEAST_CONTEXT, asked, _LEAST_CONTEXT)
         place = bisect_left(lengths, True, key=lambda length: not self._fits({**change, "max_model_len": length}))
         return lengths[place - 1] if place else None
-
-
-def _sizes(config: EngineConfig, model: ModelDescription, draft: DraftDescription | None) -> SequenceSizes:
-    return SequenceSizes(
-        model=model.facts,
-        dtype=config.cache.dtype,
-        block_size=config.cache.block_size,
-        step_tokens=config.scheduler.max_num_batched_tokens,
-        longest=config.model.max_model_len,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.facts.layers, config.cache.dtype),
-        ranks=config.parallel.kv_copies,
-        stages=stage_layers(model.spec, config.parallel.pipeline),
-        model_dtype=config.model.dtype,
-    )
 
 
 def _as_options(change: dict[str, Any]) -> str:

@@ -15,7 +15,8 @@ from engine.models.decoder_layer import AnyLinear, DecoderLayer
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
 from engine.models.experts import Experts
 from engine.models.layers import Embedding, Linear, Norm, RMSNorm, WideRMSNorm
-from engine.models.mixers import MixerSpec
+from engine.models.mamba import Mamba
+from engine.models.mixers import MambaSpec, MixerSpec
 from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.sharding import Shard, sharers_of, tokens_of
@@ -26,13 +27,14 @@ from engine.parallel.group import Group
 class SummedLinear(nn.Module):
     """A linear layer over this rank's part of the inputs: see `engine.models.layers.Linear`."""
 
-    def __init__(self, part: AnyLinear, group: Group) -> None:
+    def __init__(self, part: AnyLinear, group: Group, ahead: SummedNorm | None = None) -> None:
+        """`ahead`: of its inputs."""
         super().__init__()
-        self.part = part
+        self.part, self.ahead = part, ahead
         self._name, self._all_reduce = group.name, group.all_reduce
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
-        y = self.part(x, norm)
+        y = self.part(x if self.ahead is None else self.ahead.weighted(x, self.ahead.weight), norm)
         return self._all_reduce(y, residual, y.dtype, self._name)
 
 
@@ -102,14 +104,16 @@ class SplitHead(nn.Module):
 
 
 class SummedNorm(nn.Module):
-    """RMSNorm over the whole width of q, or of k, of which this rank has some heads."""
+    """RMSNorm over the whole width of q, of k, or of what states gave, of which this rank has some heads."""
 
-    def __init__(self, part: RMSNorm, width: int, share: float, group: Group) -> None:
-        """`width`: of all ranks' heads, each counted once; `share`: this rank's of squares that others have, too."""
+    def __init__(
+        self, weight: torch.Tensor, eps: float, is_wide: bool, width: int, group: Group, share: float = 1.0
+    ) -> None:
+        """`is_wide`: as `WideRMSNorm`; `width`: of all ranks' heads, each counted once; `share`: this rank's of squares
+        that others have, too."""
         super().__init__()
-        self.weight, self.eps = part.weight, part.eps
+        self.weight, self.eps, self._is_wide = weight, eps, is_wide
         self.width, self.share = width, share
-        self._is_wide = isinstance(part, WideRMSNorm)
         self._name, self._all_reduce = group.name, group.all_reduce
 
     def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -125,7 +129,8 @@ def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
     shard = Shard(group.rank, group.size)
     for layer, spec in zip(model.layers, whole.layers, strict=True):
         assert isinstance(layer, DecoderLayer)
-        replaced: dict[str, nn.Module] = {"o_proj": SummedLinear(layer.o_proj, group)}
+        ahead = _norm_of_states(layer, spec.mixer, group) if isinstance(spec.mixer, MambaSpec) else None
+        replaced: dict[str, nn.Module] = {"o_proj": SummedLinear(layer.o_proj, group, ahead)}
         if isinstance(spec.mixer, MixerSpec) and spec.mixer.qk_norm == "row":
             layer.rotation = None
             replaced |= _row_norms(layer, spec.mixer, shard, group)
@@ -147,9 +152,19 @@ def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
 
 def _row_norms(layer: DecoderLayer, mixer: MixerSpec, shard: Shard, group: Group) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
-    if isinstance(layer.q_norm, RMSNorm):
-        found["q_norm"] = SummedNorm(layer.q_norm, mixer.q_size, 1.0, group)
-    if isinstance(layer.k_norm, RMSNorm):
-        share = 1.0 / len(sharers_of(mixer, shard))
-        found["k_norm"] = SummedNorm(layer.k_norm, mixer.kv_size, share, group)
+    shares = {"q_norm": (mixer.q_size, 1), "k_norm": (mixer.kv_size, len(sharers_of(mixer, shard)))}
+    for name, (width, sharers) in shares.items():
+        norm = getattr(layer, name)
+        if isinstance(norm, RMSNorm):
+            is_wide = isinstance(norm, WideRMSNorm)
+            found[name] = SummedNorm(norm.weight, norm.eps, is_wide, width, group, 1.0 / sharers)
     return found
+
+
+def _norm_of_states(layer: DecoderLayer, mixer: MambaSpec, group: Group) -> SummedNorm | None:
+    """Out of the mixer, where ranks have heads of one group; what it is given is then rounded once more."""
+    if not mixer.normed or mixer.groups >= group.size:
+        return None
+    assert isinstance(layer.mixing, Mamba) and layer.mixing.norm is not None
+    weight, layer.mixing.norm = layer.mixing.norm, None
+    return SummedNorm(weight, mixer.norm_eps, True, mixer.inner_size, group)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.layer_groups import LayerGroup
 from engine.models.families.rows import Rows
-from engine.models.mixers import MixerSpec
+from engine.models.mixers import MixerSpec, StateSpec
 from engine.models.sharding import Shard, Span, sharded
 from engine.models.spec import DecoderSpec, layer_weights
 
@@ -67,11 +68,23 @@ def layers_of(spec: DecoderSpec, stage: Stage) -> Span:
     return Span(places[stage.index], places[stage.index + 1] - places[stage.index])
 
 
-def stage_layers(spec: DecoderSpec | None, stages: int) -> tuple[Span, ...]:
+class StageLayers(NamedTuple):
+    attending: Span
+    """among the layers of the model that attend"""
+    states: Span
+    """among those that keep states"""
+
+
+def stage_layers(spec: DecoderSpec | None, stages: int) -> tuple[StageLayers, ...]:
     """Of each stage; (): there is only one."""
     if spec is None or stages == 1:
         return ()
-    return tuple(layers_of(spec, Stage(index, stages)) for index in range(stages))
+    keep = [isinstance(layer.mixer, StateSpec) for layer in spec.layers]
+    found = []
+    for own in (layers_of(spec, Stage(index, stages)) for index in range(stages)):
+        states = Span(sum(keep[: own.first]), sum(keep[own.first : own.end]))
+        found.append(StageLayers(Span(own.first - states.first, own.count - states.count), states))
+    return tuple(found)
 
 
 def stage_of(spec: DecoderSpec, stage: Stage, whole: DecoderSpec | None = None) -> DecoderSpec:
@@ -155,7 +168,7 @@ def _placed(spec: DecoderSpec, stage: Stage, own: Span, parameter: str) -> str |
 
 def stage_groups(groups: Sequence[LayerGroup], own: Span) -> tuple[LayerGroup, ...]:
     """The whole model's groups, because plans speak of these, with the layers that the stage has of each; it may have
-    none."""
+    none. `own`: among those that attend."""
     return tuple(
         msgspec.structs.replace(
             group, layers=tuple(layer - own.first for layer in group.layers if own.first <= layer < own.end)

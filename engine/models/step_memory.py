@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.kv_budget import DTYPE_BYTES
-from engine.models.facts import HeadsSpec, ModelFacts
+from engine.models.facts import ConvFacts, HeadsSpec, ModelFacts, StateFacts
 from engine.models.spec import DecoderSpec
 
 _LOGITS_COPIES = 3
@@ -69,12 +69,13 @@ def estimate_activation_bytes(model: ModelFacts, dtype_bytes: int, max_tokens: i
     seconds).
 
     Of the layers only one is alive at a time. Its widest moments are attention (residual, normed input, merged QKV,
-    rotated q and k, attention output) and the MLP (residual, normed input, merged gate and up, their product, the
-    output and its norm); norms work in float32. The logits of `max_samples` positions come on top, float32.
+    rotated q and k, attention output), or what keeps a state (what it is given and what it makes), and the MLP
+    (residual, normed input, merged gate and up, their product, the output and its norm); norms work in float32. The
+    logits of `max_samples` positions come on top, float32.
     """
-    heads = max(_head_values(layer) for layer in model.layers)
+    mixed = [*map(_head_values, model.layers), *map(_state_values, model.states)]
     norm = 4 * model.hidden_size * 2
-    per_token = max(2 * model.hidden_size + heads, model.mlp_values) * dtype_bytes + norm
+    per_token = max(2 * model.hidden_size + max(mixed), model.mlp_values) * dtype_bytes + norm
     return max_tokens * per_token + logits_bytes(model.vocab_size, max_samples)
 
 
@@ -85,6 +86,13 @@ def _head_values(layer: HeadsSpec) -> int:
         return (3 * layer.num_heads + 3 * layer.num_kv_heads) * layer.head_dim
     absorbed = 2 * layer.num_heads * layer.latent.row_size
     return layer.num_heads * (3 * layer.query_dim + layer.out_dim) + absorbed + 3 * layer.latent.row_size
+
+
+def _state_values(facts: StateFacts) -> int:
+    if isinstance(facts, ConvFacts):
+        return 4 * facts.channels
+    heads, _, values = facts.matrices
+    return facts.channels + 2 * heads * (values + 1)
 
 
 def logits_bytes(vocab_size: int, max_samples: int) -> int:

@@ -3,14 +3,13 @@ which a trace is split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 from attention_backends.op import ATTENTION_OP
 from engine.errors import EngineError
-from engine.layer_groups import LayerGroup, State
 from engine.models.decoder import Decoder
 from engine.models.expert_exchange import EXCHANGE_OP, ExpertExchange
 from engine.models.state_op import STATE_OP
@@ -19,14 +18,13 @@ from engine.runner.paged_attention import PagedAttention
 from engine.runner.state_caches import StateCaches
 
 
-def state_caches(parts: RunnerParts, groups: Sequence[LayerGroup]) -> StateCaches | None:
-    """Of a model that has layers with states; `groups`: the last one is theirs."""
+def state_caches(parts: RunnerParts) -> StateCaches | None:
+    """Of a model, or a stage of one, that has layers with states."""
     if not parts.facts.states:
         return None
-    state = groups[-1].window
-    if not isinstance(state, State):
-        raise EngineError("a model's layers keep states, and none of its groups does")
-    return StateCaches(cast(Decoder, parts.model).mixing, parts.dtype, len(groups) - 1, state)
+    if parts.state is None:
+        raise EngineError("layers keep states, and nothing is said of where")
+    return StateCaches(cast(Decoder, parts.model).mixing, parts.dtype, parts.state)
 
 
 def bind(model: CausalModel, attention: PagedAttention) -> None:

@@ -21,7 +21,8 @@ from engine.config import CompileMode, EngineConfig, GraphMode
 from engine.cpu_kernels.linear import load as load_linear_ops
 from engine.cpu_kernels.reading import choose_reading
 from engine.errors import ConfigError, EngineError
-from engine.layer_groups import LayerGroup, group_layers
+from engine.kv_budget import sequence_sizes
+from engine.layer_groups import LayerGroup, State, group_layers
 from engine.machine import release_free_memory
 from engine.models.decoder import Decoder
 from engine.models.description import ModelDescription, describe
@@ -35,7 +36,7 @@ from engine.models.linear_choice import choose_linears
 from engine.models.parallel import join
 from engine.models.sharding import Shard, sharded
 from engine.models.spec import DecoderSpec
-from engine.models.stages import Stage, layers_of, part_of, stage_groups, stage_of
+from engine.models.stages import Stage, part_of, stage_groups, stage_layers, stage_of
 from engine.parallel.group import ContextRanks, Group
 from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
@@ -154,6 +155,8 @@ class RunnerParts:
     latents: tuple[torch.Tensor, ...] = ()
     """what makes keys and values of them, of each layer that keeps them"""
     draft: DraftParts | None = None
+    state: State | None = None
+    """of a model, of which this may be a part, that has layers which keep one"""
     head: Head | None = None
     """of a model that judges prompts"""
     group: Group | None = None
@@ -191,8 +194,9 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     draft = draft_of(config, facts)
     if draft is not None and draft.shown_layers and description.spec is None:
         raise ConfigError("speculative_config: an EAGLE-3 head needs a model that runs natively; use method 'ngram'")
-    # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds.
-    backend = _backend(config, facts, draft, device)
+    # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds. Ranks have the
+    # same one, so the whole model is asked.
+    backend = _backend(config, description.facts, draft, device)
     graphs = graph_mode(config.compile.graphs, config.compile.mode, backend)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config, dtype)
@@ -221,6 +225,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
         sinks=model.sinks,
         latents=model.latents if isinstance(model, Decoder) else (),
         draft=draft_parts,
+        state=sequence_sizes(config, description).state,
         head=model.head if isinstance(model, Decoder) else None,
         group=group,
         stage=_stage_parts(config, description.spec, group, dtype) if isinstance(group, StageGroup) else None,
@@ -287,7 +292,8 @@ def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGr
     _, shard, _ = _place(config, group)
     kept = (whole if shard is None else sharded(whole, shard)).facts.kept
     groups = group_layers(kept, config.model.max_model_len)
-    return StageParts(stage_groups(groups, layers_of(whole, group.stage)), link(group.before), link(group.after))
+    own = stage_layers(whole, group.stage.count)[group.stage.index].attending
+    return StageParts(stage_groups(groups, own), link(group.before), link(group.after))
 
 
 def _backend(
@@ -355,8 +361,8 @@ def _filled(
     model = Decoder(spec, dtype=dtype, device=device, max_position=length, shown_layers=shown_layers)
     how, seed = settings.load_format, settings.seed
     load_weights(model, description, load_format=how, seed=seed, packer=packer, shard=shard, stage=stage)
-    _compute_states_natively(model, config)
     if parts is not None:
         assert description.spec is not None
         join(model, description.spec if stage is None else stage_of(description.spec, stage), parts)
+    _compute_states_natively(model, config)  # behind that, which may take norms away
     return model

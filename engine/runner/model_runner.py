@@ -93,7 +93,7 @@ class ModelRunner:
         self._inputs_ready, self._step_done, self._proposed = (self._streams.event() for _ in range(3))
         self._groups, layers = groups_and_layers(config, parts)
         kv_dtype = getattr(torch, config.cache.dtype)
-        states = state_caches(parts, self._groups)
+        states = state_caches(parts)
         self._attention = PagedAttention(parts.backend, layers, kv_dtype, self._groups, parts.context, states)
         self._table = RequestTable(rows, config.model.max_model_len, config.cache.block_size, len(self._groups), device)
         self._before = None if parts.stage is None else parts.stage.before

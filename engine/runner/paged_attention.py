@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 
@@ -19,7 +20,7 @@ from engine.errors import EngineError
 from engine.kv_transfer.layout import layout_of
 from engine.kv_transfer.memory import KVMemory, Pages
 from engine.kv_transfer.rank_caches import shared_caches
-from engine.layer_groups import LayerGroup
+from engine.layer_groups import LayerGroup, State
 from engine.models.facts import ModelFacts
 from engine.runner.block_copies import independent
 from engine.runner.context import ContextGroup
@@ -81,7 +82,8 @@ class PagedAttention:
         states: StateCaches | None = None,
     ) -> None:
         """`dtype`: of keys and values in the cache. `groups`: None for one of all layers. `context`: ranks that divide
-        positions; then `layers` are whole, and each rank has a part of every block. `states`: of the last group."""
+        positions; then `layers` are whole, and each rank has a part of every block. `states`: of the last group; None:
+        there are none, although other stages of the model may have some, and then this one such a group."""
         groups = groups or [LayerGroup(tuple(i for i, layer in enumerate(layers) if layer.shares is None))]
         self.backend = backend
         self._layers = list(layers)
@@ -117,6 +119,8 @@ class PagedAttention:
                 places[layer] = cache, start
                 sizes += [0] * (cache + 1 - len(sizes))
                 sizes[cache] = max(sizes[cache], filled)
+        if not sizes and self.states is not None:  # of a stage in which no layer attends
+            sizes = [self.states.page_bytes // self._dtype.itemsize]
         return places, sizes
 
     def _block_shape(self, layer: int, block_size: int) -> tuple[int, ...]:
@@ -222,9 +226,9 @@ class PagedAttention:
         """The calls of `attend` that follow belong to these, one for each layer group."""
         self._num_tokens = batches[0].num_tokens
         if self.states is not None:
-            self.states.begin_step(batches[self.states.group])
-            batches = batches[: self.states.group]
-        self._metadata = [self._metadata_of(batch) for batch in batches]
+            self.states.begin_step(batches[-1])
+        attending = (not isinstance(group.window, State) for group in self._groups)
+        self._metadata = [self._metadata_of(batch) for batch in compress(batches, attending)]
 
     def begin_pass(self, batch: AttentionBatch) -> None:
         """The calls of `attend` that follow belong to this, and to layers of its group alone."""

@@ -13,7 +13,7 @@ import torch
 from attention_backends.interface import AttentionLayer
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.layer_groups import LayerGroup, group_layers, with_layers_behind, with_states
+from engine.layer_groups import LayerGroup, group_layers, with_layers_behind
 from engine.models.decoder import Decoder
 from engine.observability import step_profile
 from engine.observability.step_profile import StepObserver
@@ -21,7 +21,7 @@ from engine.parallel.stage_link import StateLink
 from engine.runner.batch import StepBatch
 from engine.runner.kernels import InputKernels
 from engine.runner.loading import RunnerParts, device_of
-from engine.runner.paged_attention import PagedAttention, attention_layers
+from engine.runner.paged_attention import attention_layers
 from engine.runner.request_table import RequestTable
 from engine.runner.results import SampledStep
 from engine.runner.staging import Values
@@ -107,10 +107,8 @@ def groups_and_layers(config: EngineConfig, parts: RunnerParts) -> tuple[tuple[L
     else:
         groups = group_layers(facts.kept, config.model.max_model_len)
     layers = attention_layers(facts, parts.sinks, parts.latents)
-    if facts.states:
-        size = config.cache.block_size
-        page = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), groups).block_bytes(size)
-        groups = with_states(groups, facts.state_sizes(parts.dtype.itemsize), page, size)
+    if parts.state is not None:
+        groups = (*groups, LayerGroup((), parts.state))
     if parts.draft is None:
         return groups, layers
     groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)

@@ -17,7 +17,7 @@ from attention_backends.interface import AttentionBatch
 from engine.cpu_kernels.states import StatePlace
 from engine.errors import EngineError
 from engine.kv_cache.block_pool import NO_BLOCK
-from engine.layer_groups import State, state_starts
+from engine.layer_groups import State, state_page, state_starts
 from engine.models.decoder_layer import Mixing
 from engine.models.state_layers import Segment, StateStep
 
@@ -33,10 +33,10 @@ class _Run(NamedTuple):
 
 
 class StateCaches:
-    def __init__(self, layers: Sequence[Mixing], dtype: torch.dtype, group: int, state: State) -> None:
-        """`dtype`: of the model's numbers. `group`: which of a step's batches has the tables."""
-        self._layers, self._dtype = list(layers), dtype
-        self.group, self._pages = group, state.pages
+    def __init__(self, layers: Sequence[Mixing], dtype: torch.dtype, state: State) -> None:
+        """`dtype`: of the model's numbers."""
+        self._layers, self._pages = list(layers), state.pages
+        self._sizes = [layer.facts.state_bytes(dtype.itemsize) for layer in layers]
         taps = {layer.facts.taps for layer in layers}
         if len(taps) > 1:
             raise EngineError(f"layers that keep states have convolutions of several lengths: {sorted(taps)}")
@@ -48,15 +48,22 @@ class StateCaches:
         self.places: list[StatePlace | None] = []
         """of each layer's states, for native kernels"""
 
+    @property
+    def page_bytes(self) -> int:
+        """That each has where no keys and values lie in them."""
+        return state_page(state_starts(self._sizes)[-1], self._pages)
+
     def allocate(self, caches: Sequence[torch.Tensor]) -> None:
-        """`caches` [blocks, elements] each: those of the attention."""
+        """`caches` [blocks, elements] each: those of the attention. Raises EngineError where states do not fit into as
+        many pages."""
         self._caches = [cache.view(torch.uint8) for cache in caches]
         num_blocks, device = len(caches[0]), caches[0].device
         self._blocks = torch.zeros(num_blocks, self._pages, dtype=torch.int64, device=device)
         self._blocks[:, 0] = torch.arange(num_blocks, device=device)
-        sizes = [layer.facts.state_bytes(self._dtype.itemsize) for layer in self._layers]
-        starts = state_starts(sizes)
-        self._runs = [self._lie(start, size) for start, size in zip(starts, sizes)]
+        starts, room = state_starts(self._sizes), self._pages * sum(cache.size(1) for cache in self._caches)
+        if starts[-1] > room:
+            raise EngineError(f"states of {starts[-1]} bytes do not fit into {self._pages} pages of {room} bytes")
+        self._runs = [self._lie(start, size) for start, size in zip(starts, self._sizes)]
         on_cpu = device.type == "cpu"
         self.places = [StatePlace(self._caches, self._blocks, start) if on_cpu else None for start in starts]
 

@@ -25,9 +25,10 @@ from engine.models.heads import head_rows
 from engine.models.layers import Linear
 from engine.models.mixers import MixerSpec
 from engine.models.rope import RopeTable
-from engine.models.sharding import Shard, shard_rows
+from engine.models.sharding import Shard
 from engine.models.spec import DecoderSpec
 from engine.models.stages import Stage, stage_rows
+from engine.models.taken import shard_rows
 from engine.weights.arranged_source import ArrangedSource
 from engine.weights.gguf_source import GgufSource
 from engine.weights.quantized_source import QuantizedSource

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from engine.cpu_kernels.block_packing import LAYOUTS
-from engine.models.sharding import Span, Taken
+from engine.models.sharding import Span
+from engine.models.taken import Taken
 from engine.weights.source import EncodedRows, WeightSource
 
 

@@ -67,7 +67,7 @@ class Device:
 
     def __init__(self, layer: Layer, dtype: torch.dtype, every: int) -> None:
         pages = -(-2 * (layer.facts.state_bytes(dtype.itemsize) + 64) // sum(WIDTHS))
-        self.states = StateCaches([layer, layer], dtype, 0, State(pages, every))
+        self.states = StateCaches([layer, layer], dtype, State(pages, every))
         self.caches = [torch.zeros(pages * BLOCKS, width, dtype=torch.uint8) for width in WIDTHS]
         self.states.allocate(self.caches)
         order = torch.randperm(pages * BLOCKS, generator=torch.Generator().manual_seed(1)).view(BLOCKS, pages)

@@ -15,6 +15,7 @@ from engine import LLM, SamplingParams
 from engine.errors import UnsupportedModelError
 from engine.kv_budget import kv_bytes_per_token
 from engine.models.description import describe
+from engine.models.sharding import Shard, divided_mixer
 
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -40,11 +41,11 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(tmp_path_factory.mktemp("latents"))
 
 
-def test_a_token_keeps_one_row_in_each_layer(subject: Subject) -> None:
+def test_a_token_keeps_one_row_in_each_layer_and_rank(subject: Subject) -> None:
     facts = describe(str(subject.path)).facts
     assert [kept.size for kept in facts.kept if kept is not None] == [16 + 8] * 2
     assert kv_bytes_per_token(facts.layers, "float32") == 2 * 24 * 4
-    assert kv_bytes_per_token(facts.layers, "float32", ranks=2) == 2 * 2 * 24 * 4  # each rank keeps it
+    assert kv_bytes_per_token([divided_mixer(each, Shard(1, 2)) for each in facts.layers], "float32") == 2 * 24 * 4
 
 
 @pytest.mark.exhaustive

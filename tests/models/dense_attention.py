@@ -95,14 +95,15 @@ class _OneState:
         self._states.states[self._layer] = states
 
 
-def _bind(model: Decoder) -> None:
+def bind(model: Decoder) -> None:
+    """To a sequence that begins."""
     model.set_attention(DenseAttention(model.spec, model.sinks, model.latents))
     model.set_mixing(DenseStates(model))
 
 
 def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()) -> torch.Tensor:
     """float32 [len(token_ids), vocab_size]; the prompt is fed in pieces of the given sizes, then the rest at once."""
-    _bind(model)
+    bind(model)
     ids, at, parts = torch.tensor(token_ids), 0, []
     for size in (*chunks, len(token_ids) - sum(chunks)):
         parts.append(model.compute_logits(model(ids[at : at + size], torch.arange(at, at + size))))
@@ -111,7 +112,7 @@ def logits_of(model: Decoder, token_ids: list[int], chunks: tuple[int, ...] = ()
 
 
 def greedy(model: Decoder, prompt: list[int], num_tokens: int) -> list[int]:
-    _bind(model)
+    bind(model)
     ids, at, tokens = prompt, 0, []
     for _ in range(num_tokens):
         hidden = model(torch.tensor(ids), torch.arange(at, at + len(ids)))

@@ -11,7 +11,8 @@ from random_blocks import blocks_of
 from engine.cpu_kernels.block_packing import LAYOUTS
 from engine.cpu_kernels.formats import Format
 from engine.cpu_kernels.quantize import pack_blocks, unpack
-from engine.models.sharding import Span, Taken
+from engine.models.sharding import Span
+from engine.models.taken import Taken
 from engine.weights.sharded_source import ShardedSource
 from engine.weights.source import EncodedRows
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from dense_attention import DenseAttention, logits_of
+from dense_attention import bind, logits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import CASES, make_model, save
+from tiny_models import CASES, STATEFUL, make_model, save
 
 from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.layer_groups import Kept, group_layers
@@ -38,7 +38,7 @@ def loaded(path: str, stage: Stage | None = None) -> Decoder:
 
 def logits_in_stages(stages: list[Decoder], token_ids: list[int], chunks: tuple[int, ...]) -> torch.Tensor:
     for model in stages:
-        model.set_attention(DenseAttention(model.spec, model.sinks, model.latents))
+        bind(model)
     ids, at, parts = torch.tensor(token_ids), 0, []
     for size in (*chunks, len(token_ids) - sum(chunks)):
         states = ids[at : at + size]
@@ -49,7 +49,7 @@ def logits_in_stages(stages: list[Decoder], token_ids: list[int], chunks: tuple[
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *STATEFUL])
 def test_stages_give_the_bits_of_the_whole_and_hold_each_weight_once(case: str, tmp_path: Path) -> None:
     path = save(make_model(case), tmp_path)
     spec = describe(path).spec

@@ -13,7 +13,7 @@ from model_parts import filled, part_of
 from safetensors.torch import load_file, save_file
 from thread_group import ThreadGroup, in_ranks
 from tiny_families import save_tiny
-from tiny_models import CASES, make_model, save
+from tiny_models import CASES, STATEFUL, make_model, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.errors import ConfigError, WeightsError
@@ -29,7 +29,12 @@ PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)
 
 
 @pytest.mark.parametrize(
-    ("case", "size"), [(case, 2 + index % 2) for index, case in enumerate((*CASES, "deepseek_v2", "deepseek_v3"))]
+    ("case", "size"),
+    [
+        *((case, 2 + index % 2) for index, case in enumerate((*CASES, "deepseek_v2", "deepseek_v3"))),
+        *((case, 2) for case in STATEFUL),
+        *(("lfm2", 3), ("qwen3_5_text", 3), ("qwen3_5_text", 4)),
+    ],
 )
 def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp_path: Path) -> None:
     path = save(make_model(case), tmp_path)
@@ -42,7 +47,8 @@ def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp
         return logits_of(model, PROMPT, (1, 17, 3)), greedy(model, PROMPT, 6)
 
     (logits, tokens), *others = in_ranks(size, work)
-    torch.testing.assert_close(logits, logits_of(whole, PROMPT), rtol=1e-4, atol=1e-4)
+    near = 1e-3 if case in STATEFUL else 1e-4  # a recurrence carries what roundings differ by
+    torch.testing.assert_close(logits, logits_of(whole, PROMPT), rtol=near, atol=near)
     assert tokens == greedy(whole, PROMPT, 6)
     for of_other, tokens_of_other in others:
         assert torch.equal(of_other, logits)
