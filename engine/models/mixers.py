@@ -130,6 +130,10 @@ class MambaSpec(MambaFacts, frozen=True, kw_only=True):
     normed: bool = True
     """what comes out, in groups, behind the gate"""
     norm_eps: float = 1e-6
+    scales: tuple[float, float, float, float, float] | None = None
+    """that gates, values, keys, queries and what says how much values count are multiplied with, as they come"""
+    out_scale: float = 1.0
+    """of what comes out"""
 
     @property
     def first_size(self) -> int:

@@ -173,7 +173,7 @@ def _with_own_experts(spec: DecoderSpec, shard: Shard) -> Iterator[LayerSpec]:
 
 def _layer(layer: LayerSpec, shard: Shard, own: tuple[int, ...] | None) -> LayerSpec:
     mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
-    if isinstance(mixer, StateSpec):
+    if isinstance(mixer, StateSpec) or layer.side is not None:
         raise UnsupportedModelError("tensor_parallel_size: layers that keep states are not divided yet; use replicas")
     if isinstance(mixer, MixerSpec) and mixer.gated:
         raise UnsupportedModelError("tensor_parallel_size: attention with a gate is not divided yet; use replicas")

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.heads import HeadSpec
-from engine.models.mixers import LatentSpec, MixerSpec, StateSpec
+from engine.models.mixers import LatentSpec, MambaSpec, MixerSpec, StateSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
 """RMSNorm, rounded before it is weighted (Llama), or weighted in float32 and rounded once at the end (Gemma); LayerNorm
@@ -57,6 +57,10 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
     gated: bool = True
     """activation(gate) * up; else the activation alone"""
     bias: bool = False
+    gate_scale: float = 1.0
+    """of a gate, before its activation"""
+    inner_scale: float = 1.0
+    """of a gated MLP: of what the last matrix is given"""
 
     @property
     def first_size(self) -> int:
@@ -124,10 +128,23 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
     mixer: MixerSpec | LatentSpec | StateSpec
+    side: MambaSpec | None = None
+    """of a layer that attends: keeps a state, is given what attention is, by the same first matrix, and joins the
+    residual, too (Falcon-H1)"""
     input_norm: bool = True
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
     experts: ExpertsSpec | None = None
+
+    @property
+    def state(self) -> StateSpec | None:
+        """Of a layer that keeps one, in the place of keys and values or beside them."""
+        return self.mixer if isinstance(self.mixer, StateSpec) else self.side
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.mixer.first_size + (0 if self.side is None else self.side.first_size)
 
     @property
     def ends_with_mixer(self) -> bool:
@@ -217,7 +234,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
             layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, HeadsSpec)),
-            states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, StateSpec)),
+            states=tuple(layer.state for layer in self.layers if layer.state is not None),
             intermediate_size=max(_widest(layer) for layer in self.layers),
             mlp_values=given
             + max((1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers), 6 * given),
@@ -254,7 +271,8 @@ def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
 def _mixer_weights(layer: LayerSpec, hidden: int) -> int:
     mixer = layer.mixer
     inner = mixer.inner_weights if isinstance(mixer, LatentSpec) else 0
-    return hidden * (mixer.first_size + mixer.last_size) + inner
+    side = 0 if layer.side is None else layer.side.last_size
+    return hidden * (layer.first_size + mixer.last_size + side) + inner
 
 
 def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:

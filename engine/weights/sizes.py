@@ -21,7 +21,7 @@ from engine.cpu_kernels.formats import (
 )
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
-from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 from engine.models.quantization import StoredFormat
 from engine.models.spec import DecoderSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
@@ -125,8 +125,10 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
     """(how many, outputs, inputs) of all but the tables."""
     hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
     for layer in spec.layers:
-        yield 1, layer.mixer.first_size, hidden
+        yield 1, layer.first_size, hidden
         yield 1, hidden, layer.mixer.last_size
+        if layer.side is not None:
+            yield 1, hidden, layer.side.last_size
         if isinstance(layer.mixer, LatentSpec) and layer.mixer.q_lora_rank is not None:
             yield 1, layer.mixer.q_size, layer.mixer.q_lora_rank
         if layer.mlp is not None:
@@ -183,16 +185,10 @@ def _vector_values(spec: DecoderSpec) -> int:
         values += spec.layer_inputs.vocab_size * spec.num_layers * spec.layer_inputs.size
     for layer in spec.layers:
         mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
-        if isinstance(mixer, ConvSpec):
-            values += mixer.channels * mixer.taps + (4 * mixer.channels + hidden) * mixer.bias
-        elif isinstance(mixer, DeltaSpec):
-            values += mixer.channels * mixer.taps + mixer.value_dim
-        elif isinstance(mixer, MambaSpec):
-            values += mixer.channels * (mixer.taps + mixer.conv_bias) + mixer.inner_size * mixer.normed
-            values += (mixer.first_size + hidden) * mixer.bias
-        elif isinstance(mixer, LatentSpec):
+        values += _state_values(layer.state, hidden)
+        if isinstance(mixer, LatentSpec):
             values += mixer.num_heads * mixer.latent.made_size * mixer.latent.kv_lora_rank
-        else:
+        elif isinstance(mixer, MixerSpec):
             values += mixer.first_size * mixer.qkv_bias + hidden * mixer.o_bias
         if mlp is not None:
             values += (mlp.first_size + hidden) * mlp.bias + 2 * (mlp.activation == "xielu")
@@ -205,6 +201,18 @@ def _vector_values(spec: DecoderSpec) -> int:
     return values
 
 
+def _state_values(state: StateSpec | None, hidden: int) -> int:
+    """Of a layer that keeps one: in the model's dtype, beside its matrices."""
+    if isinstance(state, ConvSpec):
+        return state.channels * state.taps + (4 * state.channels + hidden) * state.bias
+    if isinstance(state, DeltaSpec):
+        return state.channels * state.taps + state.value_dim
+    if isinstance(state, MambaSpec):
+        inner = state.channels * (state.taps + state.conv_bias) + state.inner_size * state.normed
+        return inner + (state.first_size + hidden) * state.bias
+    return 0
+
+
 def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
     """Of what has 32 bits in any case: sinks, of routers, where a rank's own experts are, and a head that judges."""
     packed = 0
@@ -212,10 +220,10 @@ def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
     for layer in spec.layers:
         if isinstance(layer.mixer, MixerSpec):
             values += layer.mixer.num_heads * layer.mixer.sinks
-        if isinstance(layer.mixer, DeltaSpec):
-            values += 2 * layer.mixer.value_heads
-        if isinstance(layer.mixer, MambaSpec):
-            values += 3 * layer.mixer.heads
+        if isinstance(layer.state, DeltaSpec):
+            values += 2 * layer.state.value_heads
+        if isinstance(layer.state, MambaSpec):
+            values += 3 * layer.state.heads + layer.state.first_size * (layer.state.scales is not None)
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
             values += count * (router.correction + router.expert_scales + (layer.experts.own is not None))

@@ -31,7 +31,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "layer_types": ["mamba", "attention", "mamba"],
     },
+    "FalconH1": {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "attention_out_multiplier": 0.75},
 }
+EXHAUSTIVE = ("FalconH1",)
 TOKENS = 20
 HEAD = [5 + (11 * i) % 90 for i in range(70)]
 CROWD = [HEAD[: 7 * i % 71] + PROMPTS[i % 20][: 1 + i % 30] for i in range(64)]
@@ -49,7 +51,10 @@ class Subject:
         assert first_difference(ours, theirs[: len(ours)]) == ""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=pytest.mark.exhaustive) if each in EXHAUSTIVE else each for each in FAMILIES],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    FalconH1Config,
     GraniteMoeHybridConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -36,12 +37,28 @@ MAMBA: dict[str, Any] = {
     "mamba_d_state": 16,
     "layer_types": ["mamba", "attention", "mamba"],
 }
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.75,
+    "key_multiplier": 0.6,
+    "ssm_in_multiplier": 0.8,
+    "ssm_multipliers": [0.7, 1.3, 1.2, 0.9, 1.1],
+    "ssm_out_multiplier": 0.9,
+    "mlp_multipliers": [0.8, 1.2],
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 1.5,
+}
 
 
 def hybrids(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
     """`granite`: the numbers that Granite multiplies with."""
     deep = {**shape, "num_hidden_layers": 5}
     return {
+        **_mambas(shape, granite),
         "lfm2": lambda: Lfm2Config(**deep, layer_types=["conv", "conv", "full_attention", "conv", "full_attention"]),
         "lfm2_biases_untied": lambda: Lfm2Config(
             **shape,
@@ -60,25 +77,6 @@ def hybrids(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
             num_dense_layers=1,
             routed_scaling_factor=1.5,
         ),
-        "granitemoehybrid": lambda: GraniteMoeHybridConfig(
-            **{**shape, **granite, **MAMBA}, num_local_experts=4, num_experts_per_tok=2
-        ),
-        "granite_hybrid_dense_rope": lambda: GraniteMoeHybridConfig(
-            **{**deep, **granite, **MAMBA, "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"]},
-            num_local_experts=0,
-            position_embedding_type="rope",
-            mamba_proj_bias=True,
-            mamba_conv_bias=False,
-        ),
-        "nemotron_h": lambda: NemotronHConfig(
-            **{key: value for key, value in shape.items() if key != "num_hidden_layers"},
-            head_dim=16,
-            mamba_num_heads=8,
-            mamba_head_dim=16,
-            n_groups=2,
-            ssm_state_size=16,
-            layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp", "attention"],
-        ),
         "qwen3_5_text": lambda: Qwen3_5TextConfig(**{**shape, **DELTA_NET}),
         "qwen3_5_biases_tied": lambda: Qwen3_5TextConfig(
             **{**deep, **DELTA_NET},
@@ -96,5 +94,38 @@ def hybrids(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
         "qwen3_5_moe_text": lambda: Qwen3_5MoeTextConfig(**{**shape, **DELTA_NET, **DELTA_EXPERTS}),
         "qwen3_next": lambda: Qwen3NextConfig(
             **{**deep, **DELTA_NET, **DELTA_EXPERTS}, decoder_sparse_step=2, mlp_only_layers=[3]
+        ),
+    }
+
+
+def _mambas(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
+    deep = {**shape, "num_hidden_layers": 5}
+    return {
+        "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+            **{**shape, **granite, **MAMBA}, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "granite_hybrid_dense_rope": lambda: GraniteMoeHybridConfig(
+            **{**deep, **granite, **MAMBA, "layer_types": ["mamba", "attention", "mamba", "mamba", "attention"]},
+            num_local_experts=0,
+            position_embedding_type="rope",
+            mamba_proj_bias=True,
+            mamba_conv_bias=False,
+        ),
+        "falcon_h1": lambda: FalconH1Config(**{**shape, **FALCON_H1}),
+        "falcon_h1_normed_tied": lambda: FalconH1Config(
+            **{**shape, **FALCON_H1, "mamba_d_ssm": None, "mamba_n_heads": 8},
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            mamba_conv_bias=False,
+            tie_word_embeddings=True,
+        ),
+        "nemotron_h": lambda: NemotronHConfig(
+            **{key: value for key, value in shape.items() if key != "num_hidden_layers"},
+            head_dim=16,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            ssm_state_size=16,
+            layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp", "attention"],
         ),
     }

@@ -80,6 +80,10 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         layer_spec, hidden = spec.layers[layer], spec.hidden_size
         mixer = layer_spec.mixer
         rows = self._mixer(spec, mixer, source, target)
+        if layer_spec.side is not None:
+            rows |= self._mamba(
+                spec, layer_spec.side, f"{source}.{self.mamba}", target, mixer.first_size, "side_o_proj"
+            )
         if layer_spec.mlp is not None:
             shared = layer_spec.experts is not None
             *first, down = self.experts.shared if shared else (*self.gate_up, self.down)
@@ -157,10 +161,13 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         rows[f"{source}.norm.weight"] = Rows(f"{place}.norm", 0, mixer.value_dim)
         return rows
 
-    def _mamba(self, spec: DecoderSpec, mixer: MambaSpec, source: str, target: str) -> dict[str, Rows]:
+    def _mamba(
+        self, spec: DecoderSpec, mixer: MambaSpec, source: str, target: str, start: int = 0, last: str = "o_proj"
+    ) -> dict[str, Rows]:
+        """`start`: of its rows in the layer's first matrix; `last`: its last one."""
         place = f"{target}.mixing"
-        rows = linears(source, ("in_proj",), f"{target}.qkv_proj", [mixer.first_size], mixer.bias)
-        rows |= linears(source, ("out_proj",), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
+        rows = linears(source, ("in_proj",), f"{target}.qkv_proj", [mixer.first_size], mixer.bias, start)
+        rows |= linears(source, ("out_proj",), f"{target}.{last}", [spec.hidden_size], mixer.bias)
         rows |= linears(source, ("conv1d",), place, [mixer.channels], mixer.conv_bias)
         for name, parameter in (("A_log", "log_decay"), ("dt_bias", "decay_bias"), ("D", "passed_on")):
             rows[f"{source}.{name}"] = Rows(f"{place}.{parameter}", 0, mixer.heads)

@@ -15,6 +15,7 @@ from engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from engine.models.families.ernie4_5 import ERNIE4_5
 from engine.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from engine.models.families.exaone4 import EXAONE4
+from engine.models.families.falcon_h1 import FALCON_H1
 from engine.models.families.gemma2 import GEMMA2
 from engine.models.families.gemma3 import GEMMA3
 from engine.models.families.gemma4 import GEMMA4
@@ -106,6 +107,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_HYBRID,
+    FALCON_H1,
     NEMOTRON_H,
     LFM2,
     LFM2_MOE,

@@ -88,9 +88,11 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: str = "mlp.shared_expert_gate"
 
 
-def linears(source: str, names: Iterable[str], target: str, sizes: list[int], bias: bool) -> dict[str, Rows]:
-    """Matrices, and biases, one below the other in one parameter."""
-    rows, start = {}, 0
+def linears(
+    source: str, names: Iterable[str], target: str, sizes: list[int], bias: bool, start: int = 0
+) -> dict[str, Rows]:
+    """Matrices, and biases, one below the other in one parameter, from its row `start` on."""
+    rows = {}
     for name, count in zip(names, sizes, strict=True):
         for part in ("weight", "bias") if bias else ("weight",):
             rows[f"{source}.{name}.{part}"] = Rows(f"{target}.{part}", start, count)
