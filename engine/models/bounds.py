@@ -63,6 +63,8 @@ CONFIG_RANGES = {
     "linear_key_head_dim": _HEAD_DIM,
     "linear_value_head_dim": _HEAD_DIM,
     "linear_conv_kernel_dim": Range(2, 2**6),
+    "linear_num_heads": _HEADS,
+    "linear_head_dim": _HEAD_DIM,
     "full_attention_interval": _LAYERS,
     "intermediate_size_mlp": _INNER,
     "n_inner": _INNER,

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from engine.models.convolution import Convolution
-from engine.models.delta_net import DeltaNet
+from engine.models.delta_net import DeltaNet, LowRankGates
 from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts, NormsApart, Router
 from engine.models.latent import LatentHeads
 from engine.models.layer_inputs import LayerInput
 from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, ScaledGate, normalised, parameter
 from engine.models.mamba import Mamba
-from engine.models.mixers import ConvSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
@@ -71,6 +71,8 @@ class DecoderLayer(nn.Module):
     rotation: HeadRotation | None
     mixing: Mixing | None
     """of a layer that keeps a state; `qkv_proj` makes what it is given"""
+    low_rank: LowRankGates | None
+    """of a delta net with some, between `qkv_proj` and it"""
     latent: LatentHeads | None
     """of a layer that keeps latents; then `qkv_proj` makes what it is given"""
 
@@ -113,6 +115,9 @@ class DecoderLayer(nn.Module):
         first_bias, last_bias = _biases(mixer)
         self.qkv_proj = Linear(hidden, layer.first_size, first_bias, dtype, device)
         self.o_proj = Linear(mixer.last_size, hidden, last_bias, dtype, device)
+        self.low_rank = None
+        if isinstance(state, DeltaSpec) and state.rank is not None:
+            self.low_rank = LowRankGates(state, state.rank, dtype, device)
         self.mixing = None if state is None else _mixing(spec, state, dtype, device)
         self.side_o_proj = None if side is None else Linear(side.last_size, hidden, False, dtype, device)
         self.own_size = mixer.first_size
@@ -228,7 +233,7 @@ class DecoderLayer(nn.Module):
             hidden = self.side_o_proj(self._by_state(given, acts), residual=hidden)
             out = self.attended(qkv.contiguous(), rope, attend, layer_index)
         elif self.mixing is not None:
-            out = self._by_state(qkv, acts)
+            out = self._by_state(qkv if self.low_rank is None else self.low_rank(qkv), acts)
         elif self.gate_size:
             gate, qkv = torch.split(qkv, [self.gate_size, qkv.size(1) - self.gate_size], dim=1)
             out = self.attended(qkv.contiguous(), rope, attend, layer_index) * torch.sigmoid(gate)
@@ -249,7 +254,6 @@ class DecoderLayer(nn.Module):
             growth = rope[:, -1:, None]
             rope = rope[:, :-1] if self.turns else None
         if self.latent is not None:
-            assert rope is not None
             q, k = self.latent(qkv, rope, growth, _rotate)
             found: torch.Tensor = q.new_empty(q.size(0), self.latent.heads, self.latent.v_dim)
             attend(q, k, k, found, layer_index)

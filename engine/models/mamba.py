@@ -67,7 +67,7 @@ class Mamba(nn.Module):
         v = v.view(-1, spec.heads, spec.head_dim)
         amount = functional.softplus(decay.float() + self.decay_bias).clamp(*spec.amounts)
         log_decay = -self.log_decay.exp() * amount
-        made, written = recur(states.step, q, k, v * amount[..., None], log_decay, None, state)
+        made, written = recur(states.step, q, k, v * amount[..., None], log_decay[..., None], None, state)
         gated = (made + v * self.passed_on[:, None]).flatten(1) * functional.silu(gate.float())
         out.copy_(gated if self.norm is None else self._normed(gated, self.norm))
         states.write(as_bytes(spec, kept, written))

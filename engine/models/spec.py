@@ -12,7 +12,7 @@ import msgspec
 
 from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.heads import HeadSpec
-from engine.models.mixers import LatentSpec, MambaSpec, MixerSpec, StateSpec
+from engine.models.mixers import DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
 """RMSNorm, rounded before it is weighted (Llama), or weighted in float32 and rounded once at the end (Gemma); LayerNorm
@@ -270,7 +270,7 @@ def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
 
 def _mixer_weights(layer: LayerSpec, hidden: int) -> int:
     mixer = layer.mixer
-    inner = mixer.inner_weights if isinstance(mixer, LatentSpec) else 0
+    inner = mixer.inner_weights if isinstance(mixer, LatentSpec | DeltaSpec) else 0
     side = 0 if layer.side is None else layer.side.last_size
     return hidden * (layer.first_size + mixer.last_size + side) + inner
 

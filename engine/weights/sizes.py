@@ -131,6 +131,9 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
             yield 1, hidden, layer.side.last_size
         if isinstance(layer.mixer, LatentSpec) and layer.mixer.q_lora_rank is not None:
             yield 1, layer.mixer.q_size, layer.mixer.q_lora_rank
+        if isinstance(layer.state, DeltaSpec) and layer.state.rank is not None:
+            yield 1, layer.state.value_size, layer.state.rank
+            yield 1, layer.state.decay_size, layer.state.rank
         if layer.mlp is not None:
             yield 1, layer.mlp.first_size, hidden
             yield 1, hidden, layer.mlp.intermediate_size
@@ -221,7 +224,7 @@ def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
         if isinstance(layer.mixer, MixerSpec):
             values += layer.mixer.num_heads * layer.mixer.sinks
         if isinstance(layer.state, DeltaSpec):
-            values += 2 * layer.state.value_heads
+            values += layer.state.value_heads + layer.state.decay_size
         if isinstance(layer.state, MambaSpec):
             values += 3 * layer.state.heads + layer.state.first_size * (layer.state.scales is not None)
         if layer.experts is not None:

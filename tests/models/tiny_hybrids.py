@@ -7,6 +7,7 @@ from typing import Any
 from transformers import (
     FalconH1Config,
     GraniteMoeHybridConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     NemotronHConfig,
@@ -52,6 +53,21 @@ FALCON_H1: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "lm_head_multiplier": 1.5,
 }
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "kv_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "linear_head_dim": 16,
+    "linear_num_heads": 3,
+    "num_experts": 6,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 48,
+}
 
 
 def hybrids(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
@@ -76,6 +92,10 @@ def hybrids(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
             moe_intermediate_size=48,
             num_dense_layers=1,
             routed_scaling_factor=1.5,
+        ),
+        "kimi_linear": lambda: KimiLinearConfig(
+            **{**deep, **KIMI},
+            layer_types=["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"],
         ),
         "qwen3_5_text": lambda: Qwen3_5TextConfig(**{**shape, **DELTA_NET}),
         "qwen3_5_biases_tied": lambda: Qwen3_5TextConfig(

@@ -60,6 +60,16 @@ PAGELOOM_INLINE const void* row_of(const void* rows, int64_t row, int64_t stride
 
 PAGELOOM_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
+// The same of many. What 1 + y has lost of a small y is put right by what it holds of it.
+PAGELOOM_INLINE vf softplus_all(vf x) {
+  const vf y = exp2_all(x * 1.4426950408889634f), u = 1.0f + y, held = u - 1.0f;
+  const vi exponent = ((vi)u - 0x3f3504f3) >> 23;  // of u / sqrt(1/2)
+  const vf m = (vf)((vi)u - (exponent << 23)), s = (m - 1.0f) / (m + 1.0f), s2 = s * s;
+  const vf series = 2.0f * s * (1.0f + s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9)))));
+  const vf log = series + __builtin_convertvector(exponent, vf) * 0.6931471805599453f;
+  return x > 20.0f ? x : held == 0.0f ? y : log * (y / held);
+}
+
 // -- the convolution ---------------------------------------------------------------------------------------------------
 
 // The last inputs of some channels, the newest last, as floats.
@@ -141,27 +151,39 @@ PAGELOOM_INLINE void scale(float* x, int64_t count, float factor) {
     store_some<false>(x, i, load_some<false>(x, i, count - i) * splat(factor), count - i);
 }
 
+// How much is kept of each number of a head's keys.
+template <bool kBf16>
+void decay_keys(const MixProblem& p, int64_t t, const void* x) {
+  for (int64_t h = 0; h < p.heads; ++h) {
+    const vf rate = splat(p.rate[h] * 1.4426950408889634f);
+    for (int64_t i = 0; i < p.keys; i += VW) {
+      const int64_t at = h * p.keys + i, left = p.keys - i;
+      const vf given = load_some<kBf16>(x, p.decay_at + at, left) + load_some<false>(p.decay_bias, at, left);
+      store_some<false>(p.decay + t * p.heads * p.keys, at, exp2_all(softplus_all(given) * rate), left);
+    }
+  }
+}
+
 template <bool kBf16>
 void prepare_as(const MixProblem& p, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
     float* const mixed = p.mixed + t * p.channels;
-    if (p.kind == MixKind::kDelta)
+    if (p.has_rule())
       for (int64_t g = 0; g < p.groups; ++g) {
         float *const q = mixed + p.q_at + g * p.keys, *const k = mixed + p.k_at + g * p.keys;
         scale(q, p.keys, 1.0f / sqrtf(squares(q, p.keys) + kLengthEps) / sqrtf((float)p.keys));
         scale(k, p.keys, 1.0f / sqrtf(squares(k, p.keys) + kLengthEps));
       }
     for (int64_t h = 0; h < p.heads; ++h) {
+      float* const amount = p.amount + t * p.heads + h;
+      if (p.has_rule()) *amount = 1.0f / (1.0f + expf(-scalar<kBf16>(x, p.amount_at + h)));
+      if (p.decays != 1) continue;
       float step = softplus(scalar<kBf16>(x, p.decay_at + h) + p.decay_bias[h]);
-      float amount = step;
-      if (p.kind == MixKind::kDelta)
-        amount = 1.0f / (1.0f + expf(-scalar<kBf16>(x, p.amount_at + h)));
-      else
-        amount = step = fminf(fmaxf(step, p.lowest), p.highest);
+      if (!p.has_rule()) *amount = step = fminf(fmaxf(step, p.lowest), p.highest);
       p.decay[t * p.heads + h] = expf(p.rate[h] * step);
-      p.amount[t * p.heads + h] = amount;
     }
+    if (p.decays != 1) decay_keys<kBf16>(p, t, x);
   }
 }
 
@@ -178,9 +200,13 @@ void finish_delta(const MixProblem& p, const void* x, float* made, void* out) {
     const vf factor = splat(1.0f / sqrtf(squares(head, p.values) / (float)p.values + p.norm_eps));
     for (int64_t v = 0; v < p.values; v += VW) {
       const int64_t left = p.values - v, at = h * p.values + v;
+      const vf gate = load_some<kBf16>(x, p.gate_at + at, left), weights = load_some<false>(p.norm, v, left);
+      if (p.kind == MixKind::kKimi) {
+        store_some<kBf16>(out, at, times_sigmoid(load_some<false>(head, v, left) * factor * weights, gate), left);
+        continue;
+      }
       const vf normed = rounded<kBf16>(load_some<false>(head, v, left) * factor);
-      const vf weighted = rounded<kBf16>(load_some<false>(p.norm, v, left) * normed);
-      const vf gate = load_some<kBf16>(x, p.gate_at + at, left);
+      const vf weighted = rounded<kBf16>(weights * normed);
       store_some<kBf16>(out, at, weighted * times_sigmoid(gate, gate), left);
     }
   }
@@ -226,7 +252,7 @@ void finish_as(const MixProblem& p, int64_t begin, int64_t end) {
     float* const made = p.made + t * p.inner();
     if (p.kind == MixKind::kShort)
       finish_short<kBf16>(p, x, p.mixed + t * p.channels, out);
-    else if (p.kind == MixKind::kDelta)
+    else if (p.has_rule())
       finish_delta<kBf16>(p, x, made, out);
     else
       finish_mamba<kBf16>(p, x, p.mixed + t * p.channels + p.v_at, made, out);
@@ -260,17 +286,18 @@ PAGELOOM_INLINE void held_by(const float* state, int64_t stride, const float* ke
   }
 }
 
-// S = decay S + k added'; read = S'q.
+// S = decay S + k added'; read = S'q. `kEach`: there is a decay of each number of a key.
+template <bool kEach>
 PAGELOOM_INLINE void take_over(float* state, int64_t stride, const float* key, const float* query, int64_t keys,
-                               float decay, const vf (&added)[NV], vf (&read)[NV]) {
+                               const float* decay, const vf (&added)[NV], vf (&read)[NV]) {
   constexpr int64_t kRows = NV >= 8 ? 1 : 2;
-  const vf kept = splat(decay);
+  const vf all = splat(*decay);
   vf sums[kRows][NV] = {};
   int64_t i = 0;
   for (; i + kRows <= keys; i += kRows)
 #pragma GCC unroll 2
     for (int64_t r = 0; r < kRows; ++r) {
-      const vf k = splat(key[i + r]), q = splat(query[i + r]);
+      const vf k = splat(key[i + r]), q = splat(query[i + r]), kept = kEach ? splat(decay[i + r]) : all;
       float* const row = state + (i + r) * stride;
 #pragma GCC unroll 8
       for (int64_t v = 0; v < NV; ++v) {
@@ -282,7 +309,7 @@ PAGELOOM_INLINE void take_over(float* state, int64_t stride, const float* key, c
   for (; i < keys; ++i)
     for (int64_t v = 0; v < NV; ++v) {
       float* const row = state + i * stride + v * VW;
-      const vf cell = loadf(row) * kept + splat(key[i]) * added[v];
+      const vf cell = loadf(row) * (kEach ? splat(decay[i]) : all) + splat(key[i]) * added[v];
       storef(row, cell);
       sums[0][v] += splat(query[i]) * cell;
     }
@@ -299,19 +326,28 @@ PAGELOOM_INLINE void go_on(const MixProblem& p, int64_t t, int64_t head, int64_t
   const float* const mixed = p.mixed + t * p.channels;
   const int64_t group = head / (p.heads / p.groups);
   const float *const key = mixed + p.k_at + group * p.keys, *const query = mixed + p.q_at + group * p.keys;
-  const float decay = p.decay[t * p.heads + head], amount = p.amount[t * p.heads + head];
+  const float *const decay = p.decay + (t * p.heads + head) * p.decays, amount = p.amount[t * p.heads + head];
   vf added[NV], read[NV];
   for (int64_t v = 0; v < NV; ++v) {
     const int64_t left = count - v * VW;
     added[v] = left > 0 ? load_some<false>(mixed, p.v_at + head * p.values + column + v * VW, left) : vf{};
   }
+  vf held[NV];
   if (p.kind == MixKind::kDelta) {
-    vf held[NV];
     held_by(state, stride, key, p.keys, held);
-    for (int64_t v = 0; v < NV; ++v) added[v] -= splat(decay) * held[v];
+    for (int64_t v = 0; v < NV; ++v) added[v] -= splat(*decay) * held[v];
+  } else if (p.kind == MixKind::kKimi) {
+    alignas(64) float kept[kMostKeys];
+    for (int64_t i = 0; i < p.keys; i += VW)
+      store_some<false>(kept, i, load_some<false>(key, i, p.keys - i) * load_some<false>(decay, i, p.keys - i), VW);
+    held_by(state, stride, kept, p.keys, held);
+    for (int64_t v = 0; v < NV; ++v) added[v] -= held[v];
   }
   for (int64_t v = 0; v < NV; ++v) added[v] *= splat(amount);
-  take_over(state, stride, key, query, p.keys, decay, added, read);
+  if (p.decays == 1)
+    take_over<false>(state, stride, key, query, p.keys, decay, added, read);
+  else
+    take_over<true>(state, stride, key, query, p.keys, decay, added, read);
   for (int64_t v = 0; v < NV && v * VW < count; ++v)
     store_some<false>(p.made, t * p.inner() + head * p.values + column + v * VW, read[v], count - v * VW);
 }

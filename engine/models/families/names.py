@@ -131,7 +131,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             rows |= linears(source, (conv,), f"{target}.mixing", [mixer.channels], mixer.bias)
             return rows | linears(source, (last,), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
         if isinstance(mixer, DeltaSpec):
-            return self._delta(spec, mixer, f"{source}.{self.delta}", target)
+            return self.delta_rows(spec, mixer, f"{source}.{self.delta}", target)
         if isinstance(mixer, MambaSpec):
             return self._mamba(spec, mixer, f"{source}.{self.mamba}", target)
         sizes = [mixer.qkv_size] if len(self.qkv) == 1 else [mixer.q_size, mixer.kv_size, mixer.kv_size]
@@ -141,7 +141,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             rows[f"{source}.self_attn.sinks"] = Rows(f"{target}.sinks", 0, mixer.num_heads)
         return rows
 
-    def _delta(self, spec: DecoderSpec, mixer: DeltaSpec, source: str, target: str) -> dict[str, Rows]:
+    def delta_rows(self, spec: DecoderSpec, mixer: DeltaSpec, source: str, target: str) -> dict[str, Rows]:
         heads, place = mixer.value_heads, f"{target}.mixing"
         if len(self.delta_in) == 2:
             first = linears(

@@ -31,6 +31,7 @@ from engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from engine.models.families.helium import HELIUM
 from engine.models.families.hunyuan import HUNYUAN
 from engine.models.families.hunyuan_moe import HUNYUAN_MOE
+from engine.models.families.kimi_linear import KIMI_LINEAR
 from engine.models.families.lfm2 import LFM2, LFM2_MOE
 from engine.models.families.llama import LLAMA
 from engine.models.families.llama4 import LLAMA4
@@ -109,6 +110,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_HYBRID,
     FALCON_H1,
     NEMOTRON_H,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     QWEN3_5,
