@@ -71,6 +71,7 @@ CONFIG_RANGES = {
     "ffn_dim": _INNER,
     "moe_intermediate_size": _INNER,
     "shared_expert_intermediate_size": _INNER,
+    "moe_shared_expert_intermediate_size": _INNER,
     "shared_intermediate_size": _INNER,
     "num_experts": _EXPERTS,
     "num_local_experts": _EXPERTS,

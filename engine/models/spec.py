@@ -103,7 +103,7 @@ class ClampedSwiGLU(msgspec.Struct, frozen=True):
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Gated MLPs, of which a router chooses some for each token."""
+    """MLPs, of which a router chooses some for each token."""
 
     count: int
     """that the router knows"""
@@ -112,6 +112,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     own: tuple[int, ...] | None = None
     """of those, in ascending order, what a rank's part of a model has; None: all"""
     activation: Activation | ClampedSwiGLU = "silu"
+    gated: bool = True
+    """activation(gate) * up; else the activation alone"""
     bias: bool = False
     gated_beside: bool = False
     """the dense MLP beside them is multiplied with a sigmoid of its own (Qwen2-MoE)"""
@@ -122,6 +124,11 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     def held(self) -> int:
         """Experts whose matrices are here."""
         return self.count if self.own is None else len(self.own)
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of an expert's first matrix: gate and up, or the one."""
+        return (1 + self.gated) * self.inner_size
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,7 +267,10 @@ def _values(layer: LayerSpec, hidden: int) -> int:
     dense = mlp.first_size + mlp.intermediate_size if mlp else 0
     if experts is None:
         return dense
-    return max(dense, experts.router.top_k * (3 * experts.inner_size + 2 * hidden) + 2 * experts.count) + hidden
+    return (
+        max(dense, experts.router.top_k * (experts.first_size + experts.inner_size + 2 * hidden) + 2 * experts.count)
+        + hidden
+    )
 
 
 def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
@@ -280,6 +290,6 @@ def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:
     dense = hidden * (mlp.first_size + mlp.intermediate_size) if mlp else 0
     if experts is None:
         return dense
-    of_each = 3 * experts.inner_size * hidden
+    of_each = (experts.first_size + experts.inner_size) * hidden
     many = experts.held if all_experts else min(experts.router.top_k, experts.held)
     return dense + hidden * experts.count + many * of_each

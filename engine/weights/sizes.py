@@ -138,8 +138,9 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
             yield 1, layer.mlp.first_size, hidden
             yield 1, hidden, layer.mlp.intermediate_size
         if layer.experts is not None:
-            yield layer.experts.held, 2 * layer.experts.inner_size, hidden
-            yield layer.experts.held, hidden, layer.experts.inner_size
+            if layer.experts.gated:
+                yield layer.experts.held, layer.experts.first_size, hidden
+                yield layer.experts.held, hidden, layer.experts.inner_size
             if layer.experts.gated_beside:
                 yield 1, 1, hidden
     inputs = spec.layer_inputs
@@ -180,8 +181,8 @@ def _norm_values(spec: DecoderSpec) -> int:
 
 
 def _vector_values(spec: DecoderSpec) -> int:
-    """Biases, tables of positions and of layers' inputs, what activations and layers have learnt, and what makes keys
-    and values of latents."""
+    """Biases, tables of positions and of layers' inputs, what activations and layers have learnt, what makes keys and
+    values of latents, and plain experts, which no kernel packs."""
     hidden = spec.hidden_size
     values = (spec.table_rows or spec.vocab_size) * (spec.head_bias and spec.ends) + spec.num_layers * spec.layer_scales
     if spec.layer_inputs is not None:
@@ -196,7 +197,9 @@ def _vector_values(spec: DecoderSpec) -> int:
         if mlp is not None:
             values += (mlp.first_size + hidden) * mlp.bias + 2 * (mlp.activation == "xielu")
         if experts is not None:
-            values += experts.held * (2 * experts.inner_size + hidden) * experts.bias
+            values += experts.held * (experts.first_size + hidden) * experts.bias
+            if not experts.gated:
+                values += experts.held * (experts.first_size + experts.inner_size) * hidden
             values += experts.count * (experts.router.bias and not experts.router.wide)
     if spec.position_offset is not None:
         values += (spec.max_position + spec.position_offset) * hidden

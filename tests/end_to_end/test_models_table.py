@@ -41,6 +41,7 @@ CASE_OF = {
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan_moe",
     "llama4_text": "llama4",
+    "nemotron_h": "nemotron_h_experts",
 }
 """where it is not the family's name"""
 GGUF_CASE_OF = {"llama4_text": "llama4_as_published"}

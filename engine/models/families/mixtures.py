@@ -105,7 +105,9 @@ def with_experts(
     beside_activation = experts.activation if isinstance(experts.activation, str) else "silu"
 
     def mixed(layer: LayerSpec) -> LayerSpec:
-        dense = MlpSpec(intermediate_size=beside, activation=beside_activation) if beside else None
+        dense = None
+        if beside:
+            dense = MlpSpec(intermediate_size=beside, activation=beside_activation, gated=experts.gated)
         return replace(layer, mlp=dense, experts=experts)
 
     has_experts = sparse or [True] * spec.num_layers

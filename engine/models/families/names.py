@@ -229,7 +229,7 @@ def _router(experts: ExpertsSpec, names: ExpertNames, source: str, target: str) 
 
 
 def _experts(experts: ExpertsSpec, hidden: int, names: ExpertNames, source: str, target: str) -> dict[str, Rows]:
-    rows, first = {}, 2 * experts.inner_size
+    rows, first = {}, experts.first_size
     *gates, down = names.parts
     sizes = [first // len(gates)] * len(gates)
     places = [*zip(gates, ["gate_up"] * len(gates), range(0, first, sizes[0]), sizes, strict=True)]
