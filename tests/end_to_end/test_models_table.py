@@ -46,12 +46,12 @@ CASE_OF = {
 """where it is not the family's name"""
 GGUF_CASE_OF = {"llama4_text": "llama4_as_published"}
 """where files say less of a model than its config"""
-STATEFUL = ("falcon_h1", "kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe")
+STATEFUL = ("bamba", "falcon_h1", "kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe")
 STATEFUL += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """families with layers that keep states"""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """families that keep latents: `test_greedy_parity.py` has one of them"""
-EXHAUSTIVE = (*LATENT, "falcon_h1", "kimi_linear")
+EXHAUSTIVE = (*LATENT, "bamba", "falcon_h1", "kimi_linear")
 """that run with --exhaustive: others do what they do"""
 TOKENS, LENGTH = 24, 128
 _GENERATOR = torch.Generator().manual_seed(5)

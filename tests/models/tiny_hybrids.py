@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    BambaConfig,
     FalconH1Config,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
@@ -130,6 +131,9 @@ def _mambas(shape: dict[str, Any], granite: dict[str, Any]) -> dict[str, Any]:
             position_embedding_type="rope",
             mamba_proj_bias=True,
             mamba_conv_bias=False,
+        ),
+        "bamba": lambda: BambaConfig(
+            **shape, mamba_n_heads=8, mamba_n_groups=2, mamba_d_state=16, attn_layer_indices=[1]
         ),
         "falcon_h1": lambda: FalconH1Config(**{**shape, **FALCON_H1}),
         "falcon_h1_normed_tied": lambda: FalconH1Config(

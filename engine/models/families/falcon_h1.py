@@ -33,9 +33,7 @@ _BIASES = ("attention_bias", "mamba_proj_bias", "projectors_bias", "mlp_bias")
 
 def falcon_h1_spec(config: Config) -> DecoderSpec:
     refuse(config, dict.fromkeys(_BIASES, "matrices of Falcon-H1 have no biases"))
-    config = with_defaults(config, hidden_act="silu", max_position_embeddings=8192, rms_norm_eps=1e-5)
-    if config["hidden_act"] != "silu":
-        raise UnsupportedModelError(f"hidden_act {shown(config['hidden_act'])} is not supported: Mamba 2 has silu")
+    config = with_silu(with_defaults(config, max_position_embeddings=8192, rms_norm_eps=1e-5))
     given = number(config, "attention_in_multiplier", 1.0)
     spec = decoder_spec(config, "falcon_h1", windows=[None] * num_layers(config), default_kv_heads=8)
     unit = given * number(config, "attention_out_multiplier", 1.0)
@@ -58,6 +56,14 @@ def falcon_h1_spec(config: Config) -> DecoderSpec:
     )
 
 
+def with_silu(config: Config) -> Config:
+    """`config`, whose activation, where it names none, is that of Mamba 2. Raises UnsupportedModelError for others."""
+    named = config.get("hidden_act") or "silu"
+    if named != "silu":
+        raise UnsupportedModelError(f"hidden_act {shown(named)} is not supported: Mamba 2 has silu")
+    return {**config, "hidden_act": named}
+
+
 def _mamba(config: Config, hidden: int, unit: float) -> MambaSpec:
     normed = flag(config, "mamba_rms_norm")
     if normed and flag(config, "mamba_norm_before_gate", True):
@@ -70,7 +76,6 @@ def _mamba(config: Config, hidden: int, unit: float) -> MambaSpec:
     return replace(
         mamba_spec(config, inner),
         normed=normed,
-        norm_eps=number(config, "rms_norm_eps"),
         scales=(gate, values, keys, queries, amounts),
         out_scale=number(config, "ssm_out_multiplier", 1.0) / unit,
     )
@@ -85,10 +90,10 @@ def _numbers(config: Config, key: str, count: int) -> list[float]:
     return [number({key: each}, key) for each in found]
 
 
-_NAMES = Names(
+NAMES = Names(
     final_norm="model.final_layernorm",
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
     down="feed_forward.down_proj",
     norms=(("input_layernorm", "input_norm"), ("pre_ff_layernorm", "mlp_norm")),
 )
-FALCON_H1 = Family("falcon_h1", "FalconH1ForCausalLM", falcon_h1_spec, _NAMES.rows)
+FALCON_H1 = Family("falcon_h1", "FalconH1ForCausalLM", falcon_h1_spec, NAMES.rows)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.apertus import APERTUS
+from engine.models.families.bamba import BAMBA
 from engine.models.families.bert import BERT, CAMEMBERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from engine.models.families.cohere import COHERE, COHERE2
 from engine.models.families.common import Family
@@ -109,6 +110,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE_SHARED,
     GRANITE_HYBRID,
     FALCON_H1,
+    BAMBA,
     NEMOTRON_H,
     KIMI_LINEAR,
     LFM2,
