@@ -29,7 +29,8 @@ class MixShape(NamedTuple):
     """As `csrc/states.h` has it."""
 
     kind: int
-    """0: with the delta rule; 1: Mamba 2; 2: a convolution between two gates, and no recurrence"""
+    """0: with the delta rule; 1: Mamba 2; 2: a convolution between two gates, and no recurrence; 3: Kimi's delta
+    attention"""
     heads: int
     groups: int
     keys: int
@@ -56,7 +57,7 @@ class NativeMix:
         isa: int = AUTO,
     ) -> None:
         """conv_weight [channels, 1, taps], conv_bias [channels]; log_decay, decay_bias, passed_on [heads]; norm: of a
-        head with the delta rule, else of all."""
+        head with the delta rule, else of all. Of Kimi's decay_bias [heads * keys]."""
         self._op, self._isa = ops.mix_states, isa
         self._shape, self._numbers = list(shape[:6]), shape[6:]
         self._weights = (

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from engine.models.decoder_layer import AnyLinear, Attend, DecoderLayer, Mix, Mixing
+from engine.models.decoder_layer import Acts, AnyLinear, Attend, DecoderLayer, Mix, Mixing
 from engine.models.device_packed import StoredEmbedding, StoredLinear
 from engine.models.head import Head
 from engine.models.layer_inputs import LayerInputs
@@ -88,9 +88,10 @@ class Decoder(nn.Module):
         self.head = None if spec.head is None else Head(spec.head, width, spec.norm_eps, device)
         self.ropes = nn.ModuleList(RopeTable(rope, max_position or spec.max_position, device) for rope in spec.ropes)
         attends = [not isinstance(layer.mixer, StateSpec) for layer in spec.layers]
+        keeps = [layer.state is not None for layer in spec.layers]
         self._rope_of = [None if isinstance(layer.mixer, StateSpec) else layer.mixer.rope for layer in spec.layers]
-        self._place_of = [attends[:index].count(kind) for index, kind in enumerate(attends)]
-        """among the layers that attend, or among those that keep states"""
+        self._places = [(sum(attends[:index]), sum(keeps[:index])) for index in range(spec.num_layers)]
+        """among the layers that attend, and among those that keep states"""
         self.set_attention(_not_set)
         self.set_mixing(_not_set)
 
@@ -138,8 +139,9 @@ class Decoder(nn.Module):
             if index in self.shown_layers:
                 shown.append(hidden if self.spec.state_unit == 1.0 else hidden * self.spec.state_unit)
             rope = self._rope_of[index]
-            act = self.attend if layer.mixing is None else self.mix
-            hidden = layer(hidden, None if rope is None else ropes[rope], act, self._place_of[index], own[index])
+            attention, state = self._places[index]
+            acts = Acts(self.attend, attention, self.mix, state)
+            hidden = layer(hidden, None if rope is None else ropes[rope], acts, own[index])
         last = hidden if self.norm is None else self.norm(hidden)
         return torch.cat((last, *shown), dim=-1) if shown else last
 

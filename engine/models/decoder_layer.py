@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from engine.models.convolution import Convolution
-from engine.models.delta_net import DeltaNet
+from engine.models.delta_net import DeltaNet, LowRankGates
 from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts, NormsApart, Router
 from engine.models.latent import LatentHeads
 from engine.models.layer_inputs import LayerInput
-from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, normalised, parameter
+from engine.models.layers import NORMS, XIELU, LayerNorm, Linear, RMSNorm, ScaledGate, normalised, parameter
 from engine.models.mamba import Mamba
-from engine.models.mixers import ConvSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 from engine.models.packed import ActivatedLinear, HeadRotation, JoinedLinear, PackedLinear
 from engine.models.packed_experts import GatedBeside, PackedExperts
 from engine.models.spec import DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec
@@ -34,6 +35,15 @@ Mix = Callable[[torch.Tensor, torch.Tensor, int], None]
 written into `out` [tokens, inputs of the last one]"""
 
 
+class Acts(NamedTuple):
+    """What a layer calls, and its index there."""
+
+    attend: Attend
+    attention_index: int
+    mix: Mix
+    state_index: int
+
+
 Mixing = Convolution | DeltaNet | Mamba
 AnyLinear = Linear | PackedLinear | StoredLinear | JoinedLinear | ActivatedLinear
 AnyNorm = RMSNorm | LayerNorm
@@ -45,8 +55,12 @@ class DecoderLayer(nn.Module):
 
     qkv_proj: AnyLinear
     o_proj: AnyLinear
+    side_o_proj: AnyLinear | None
+    """of a layer that keeps a state beside attention; then `qkv_proj` makes what both are given"""
     gate_up_proj: AnyLinear | None
     """of a plain MLP: its first matrix"""
+    activation: XIELU | ScaledGate | None
+    """that stands alone"""
     down_proj: AnyLinear | None
     beside_gate: AnyLinear | None
     beside: GatedBeside | None
@@ -56,7 +70,9 @@ class DecoderLayer(nn.Module):
     apart: NormsApart | None
     rotation: HeadRotation | None
     mixing: Mixing | None
-    """of a layer that keeps a state in the place of keys and values; then `qkv_proj` makes what it is given"""
+    """of a layer that keeps a state; `qkv_proj` makes what it is given"""
+    low_rank: LowRankGates | None
+    """of a delta net with some, between `qkv_proj` and it"""
     latent: LatentHeads | None
     """of a layer that keeps latents; then `qkv_proj` makes what it is given"""
 
@@ -71,7 +87,7 @@ class DecoderLayer(nn.Module):
         self.norms_first = spec.norm_placement != "after"
         self.parallel, self.norm_eps = spec.parallel is not None, spec.norm_eps
         self.input_norm = norm(hidden, ahead and layer.input_norm)
-        self._build_mixer(spec, layer.mixer, norm, dtype, device)
+        self._build_mixer(spec, layer, norm, dtype, device)
         self.attention_out_norm = norm(hidden, behind)
         follows = not layer.ends_with_mixer
         self.mlp_norm = self.input_norm if spec.parallel == "one_norm" else norm(hidden, ahead and follows)
@@ -88,19 +104,24 @@ class DecoderLayer(nn.Module):
     def _build_mixer(
         self,
         spec: DecoderSpec,
-        mixer: MixerSpec | LatentSpec | StateSpec,
+        layer: LayerSpec,
         norm: Callable[[int, bool], AnyNorm | None],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        hidden = spec.hidden_size
+        hidden, mixer, side, state = spec.hidden_size, layer.mixer, layer.side, layer.state
         self.mixing = self.latent = self.q_norm = self.k_norm = self.sinks = self.qk_norm = None
         self.gate_size = 0
         first_bias, last_bias = _biases(mixer)
-        self.qkv_proj = Linear(hidden, mixer.first_size, first_bias, dtype, device)
+        self.qkv_proj = Linear(hidden, layer.first_size, first_bias, dtype, device)
         self.o_proj = Linear(mixer.last_size, hidden, last_bias, dtype, device)
+        self.low_rank = None
+        if isinstance(state, DeltaSpec) and state.rank is not None:
+            self.low_rank = LowRankGates(state, state.rank, dtype, device)
+        self.mixing = None if state is None else _mixing(spec, state, dtype, device)
+        self.side_o_proj = None if side is None else Linear(side.last_size, hidden, False, dtype, device)
+        self.own_size = mixer.first_size
         if isinstance(mixer, StateSpec):
-            self.mixing = _mixing(spec, mixer, dtype, device)
             return
         rope = None if mixer.rope is None else spec.ropes[mixer.rope]
         self.turns = rope is not None and rope.rotary_dim > 0
@@ -124,9 +145,12 @@ class DecoderLayer(nn.Module):
     def _build_mlp(self, mlp: MlpSpec | None, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         self.gate_up_proj = self.activation = self.down_proj = None
         if mlp is not None:
-            activation = None if mlp.activation == "xielu" else mlp.activation
-            self.gate_up_proj = Linear(hidden, mlp.first_size, mlp.bias, dtype, device, activation, mlp.gated)
-            self.activation = XIELU(dtype, device) if mlp.activation == "xielu" else None
+            if mlp.activation == "xielu":
+                self.activation = XIELU(dtype, device)
+            elif (mlp.gate_scale, mlp.inner_scale) != (1.0, 1.0):
+                self.activation = ScaledGate(mlp.activation, mlp.gate_scale, mlp.inner_scale)
+            fused = (mlp.activation, mlp.gated) if self.activation is None else (None, False)
+            self.gate_up_proj = Linear(hidden, mlp.first_size, mlp.bias, dtype, device, *fused)
             self.down_proj = Linear(mlp.intermediate_size, hidden, mlp.bias, dtype, device)
 
     def _build_experts(
@@ -142,13 +166,12 @@ class DecoderLayer(nn.Module):
         self,
         hidden: torch.Tensor,
         rope: torch.Tensor | None,
-        act: Callable[..., None],
-        layer_index: int,
+        acts: Acts,
         own: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden [tokens, hidden_size]; rope [tokens, rotary_dim], a row of the rope table for each token (one more
         element where queries grow); own [tokens, size], where a layer has inputs of its own."""
-        attended = self.attention(hidden, rope, act, layer_index)
+        attended = self.attention(hidden, rope, acts)
         made = self._tokens_alone(attended, hidden if self.parallel else attended)
         if self.own_input is not None and own is not None:
             made = self.own_input(made, own)
@@ -201,21 +224,28 @@ class DecoderLayer(nn.Module):
         both: torch.Tensor = self.mlp_out_norm(apart.behind_experts(chosen, dense), attended)
         return both
 
-    def attention(
-        self, hidden: torch.Tensor, rope: torch.Tensor | None, act: Callable[..., None], layer_index: int
-    ) -> torch.Tensor:
-        """The first half of `forward`, with the residual and the norms around it. `act`: `Attend`, or `Mix` of a layer
-        that keeps a state."""
+    def attention(self, hidden: torch.Tensor, rope: torch.Tensor | None, acts: Acts) -> torch.Tensor:
+        """The first half of `forward`, with the residual and the norms around it."""
         qkv = self.qkv_proj(hidden, self.input_norm if self.norms_first else None)
-        if self.mixing is not None:
-            out = qkv.new_empty(qkv.size(0), self.mixing.outputs)
-            act(qkv, out, layer_index)
+        attend, layer_index = acts.attend, acts.attention_index
+        if self.side_o_proj is not None:
+            qkv, given = torch.split(qkv, [self.own_size, qkv.size(1) - self.own_size], dim=1)
+            hidden = self.side_o_proj(self._by_state(given, acts), residual=hidden)
+            out = self.attended(qkv.contiguous(), rope, attend, layer_index)
+        elif self.mixing is not None:
+            out = self._by_state(qkv if self.low_rank is None else self.low_rank(qkv), acts)
         elif self.gate_size:
             gate, qkv = torch.split(qkv, [self.gate_size, qkv.size(1) - self.gate_size], dim=1)
-            out = self.attended(qkv.contiguous(), rope, act, layer_index) * torch.sigmoid(gate)
+            out = self.attended(qkv.contiguous(), rope, attend, layer_index) * torch.sigmoid(gate)
         else:
-            out = self.attended(qkv, rope, act, layer_index)
+            out = self.attended(qkv, rope, attend, layer_index)
         return self._add(hidden, self.o_proj, out, self.input_norm, self.attention_out_norm)
+
+    def _by_state(self, given: torch.Tensor, acts: Acts) -> torch.Tensor:
+        assert self.mixing is not None
+        out = given.new_empty(given.size(0), self.mixing.outputs)
+        acts.mix(given, out, acts.state_index)
+        return out
 
     def attended(self, qkv: torch.Tensor, rope: torch.Tensor | None, attend: Attend, layer_index: int) -> torch.Tensor:
         """What the heads find: [tokens, outputs of the first matrix] to [tokens, inputs of the last one]."""
@@ -224,7 +254,6 @@ class DecoderLayer(nn.Module):
             growth = rope[:, -1:, None]
             rope = rope[:, :-1] if self.turns else None
         if self.latent is not None:
-            assert rope is not None
             q, k = self.latent(qkv, rope, growth, _rotate)
             found: torch.Tensor = q.new_empty(q.size(0), self.latent.heads, self.latent.v_dim)
             attend(q, k, k, found, layer_index)

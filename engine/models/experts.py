@@ -121,11 +121,12 @@ class NormsApart(nn.Module):
 
 
 class Experts(nn.Module):
-    """The gated MLPs of all experts of a layer, or of those that this rank has.
+    """The MLPs of all experts of a layer, or of those that this rank has.
 
-    `gate_up` [experts, 2 * inner, hidden], `down` [experts, hidden, inner], `gate_up_bias` [experts, 2 * inner] and
-    `down_bias` [experts, hidden], in the model's dtype. `places` int32 [experts that the router knows]: which of these
-    each is, or -1: another rank has it, and it adds nothing here. None: these are all.
+    `gate_up` [experts, 2 * inner, hidden] (of plain ones [experts, inner, hidden]), `down` [experts, hidden, inner],
+    `gate_up_bias` [experts, 2 * inner] and `down_bias` [experts, hidden], in the model's dtype. `places` int32 [experts
+    that the router knows]: which of these each is, or -1: another rank has it, and it adds nothing here. None: these
+    are all.
     """
 
     gate_up_bias: torch.Tensor | None
@@ -135,13 +136,18 @@ class Experts(nn.Module):
     def __init__(self, spec: ExpertsSpec, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         count, inner = spec.held, spec.inner_size
-        self.count, self.activation = count, spec.activation
-        self._gate = kernel_gate(spec.activation) if device.type == "cuda" else None
-        self.gate_up = parameter((count, 2 * inner, hidden), dtype, device)
+        self.count, self.activation, self.gated = count, spec.activation, spec.gated
+        self._gate = self.kernel_gate if device.type == "cuda" else None
+        self.gate_up = parameter((count, spec.first_size, hidden), dtype, device)
         self.down = parameter((count, hidden, inner), dtype, device)
-        self.gate_up_bias = parameter((count, 2 * inner), dtype, device) if spec.bias else None
+        self.gate_up_bias = parameter((count, spec.first_size), dtype, device) if spec.bias else None
         self.down_bias = parameter((count, hidden), dtype, device) if spec.bias else None
         self.register_buffer("places", None if spec.own is None else _places(spec.own, spec.count, device))
+
+    @property
+    def kernel_gate(self) -> Gate | None:
+        """None: the kernels do not have such experts."""
+        return kernel_gate(self.activation) if self.gated else None
 
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None = None
@@ -155,8 +161,13 @@ class Experts(nn.Module):
             return mixture(x, ids, factors, gate_up, down, biases, residual, self._gate)
         top_k, flat = ids.size(1), ids.flatten()
         inner = expert_linear(x.repeat_interleave(top_k, dim=0), flat, self.gate_up, self.gate_up_bias)
-        out = expert_linear(gated(inner, self.activation), flat, self.down, self.down_bias)
+        out = expert_linear(self._activated(inner), flat, self.down, self.down_bias)
         return _weighted(out.unflatten(0, (-1, top_k)), factors, residual)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
+        if self.gated or not isinstance(self.activation, str):
+            return gated(inner, self.activation)
+        return activated(inner, self.activation)
 
     @staticmethod
     def combined(

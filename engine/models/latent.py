@@ -40,17 +40,19 @@ class LatentHeads(nn.Module):
         self.kv_b = parameter((spec.num_heads * facts.made_size, facts.kv_lora_rank), dtype, device)
 
     def forward(
-        self, given: torch.Tensor, rope: torch.Tensor, growth: torch.Tensor | None, rotate: Rotate
+        self, given: torch.Tensor, rope: torch.Tensor | None, growth: torch.Tensor | None, rotate: Rotate
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """given [tokens, outputs of the first matrix]; rope [tokens, qk_rope_head_dim]; growth [tokens, 1, 1], of
-        queries. Queries [tokens, heads, qk_head_dim] and rows [tokens, 1, kv_lora_rank + qk_rope_head_dim]."""
+        """given [tokens, outputs of the first matrix]; rope [tokens, qk_rope_head_dim], None: nothing is turned; growth
+        [tokens, 1, 1], of queries. Queries [tokens, heads, qk_head_dim] and rows [tokens, 1, kv_lora_rank +
+        qk_rope_head_dim]."""
         q, latent, turned = torch.split(given, self.first, dim=1)
         if self.q_b_proj is not None:
             q = self.q_b_proj(q.contiguous(), self.q_a_norm)
         heads = q.unflatten(-1, (self.heads, -1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        passing, turning = torch.split(heads, self.parts, dim=-1)
-        heads = torch.cat((passing, rotate(turning, rope)), dim=-1)
+        key = turned[:, None]
+        if rope is not None:
+            passing, turning = torch.split(heads, self.parts, dim=-1)
+            heads, key = torch.cat((passing, rotate(turning, rope)), dim=-1), rotate(key, rope)
         if growth is not None:
             heads = (heads * growth).to(heads.dtype)
-        key = rotate(turned[:, None], rope)
         return heads, torch.cat((self.kv_a_norm(latent.contiguous())[:, None], key), dim=-1)

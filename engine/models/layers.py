@@ -121,6 +121,19 @@ class XIELU(nn.Module):
         return torch.where(x > 0, above, below) + 0.5 * x
 
 
+class ScaledGate(nn.Module):
+    """A gated activation of [gates | ups], with factors: of gates before it, and of what it makes (Falcon-H1)."""
+
+    def __init__(self, activation: Activation, gate_scale: float, scale: float) -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        self.gate_scale, self.scale = gate_scale, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activated(gate * self.gate_scale, self.activation) * up * self.scale
+
+
 def finished(
     y: torch.Tensor, activation: Activation | None, gated: bool, residual: torch.Tensor | None
 ) -> torch.Tensor:

@@ -15,6 +15,9 @@ from engine.models.state_layers import LayerStates, convolved
 
 
 class Mamba(nn.Module):
+    scales: torch.Tensor | None
+    """float32 [inputs]"""
+
     def __init__(self, spec: MambaSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.inputs = spec.inner_size + spec.channels + spec.heads
@@ -27,6 +30,12 @@ class Mamba(nn.Module):
         self.passed_on = parameter((spec.heads,), torch.float32, device)
         """how much of a value is added to what is read"""
         self.norm = parameter((spec.inner_size,), dtype, device) if spec.normed else None
+        scales = None
+        if spec.scales is not None:
+            shared = spec.groups * spec.state_size
+            sizes = torch.tensor([spec.inner_size, spec.inner_size, shared, shared, spec.heads])
+            scales = torch.tensor(spec.scales).repeat_interleave(sizes).to(device)
+        self.register_buffer("scales", scales, persistent=False)
         self._native: NativeMix | None = None
 
     def compute_by(self, ops: LinearOps, isa: int = AUTO) -> None:
@@ -40,6 +49,11 @@ class Mamba(nn.Module):
 
     def forward(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
         """x [tokens, gates of the output | values, keys and queries | decays]; out [tokens, heads * head_dim]."""
+        self._mix(x if self.scales is None else (x * self.scales).to(x.dtype), out, states)
+        if self.facts.out_scale != 1.0:
+            out.mul_(self.facts.out_scale)
+
+    def _mix(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
         if self._native is not None and states.place is not None:
             self._native(x, out, states.place, states.step.sequences, states.step.writes)
             return
@@ -53,7 +67,7 @@ class Mamba(nn.Module):
         v = v.view(-1, spec.heads, spec.head_dim)
         amount = functional.softplus(decay.float() + self.decay_bias).clamp(*spec.amounts)
         log_decay = -self.log_decay.exp() * amount
-        made, written = recur(states.step, q, k, v * amount[..., None], log_decay, None, state)
+        made, written = recur(states.step, q, k, v * amount[..., None], log_decay[..., None], None, state)
         gated = (made + v * self.passed_on[:, None]).flatten(1) * functional.silu(gate.float())
         out.copy_(gated if self.norm is None else self._normed(gated, self.norm))
         states.write(as_bytes(spec, kept, written))

@@ -80,7 +80,8 @@ class LatentSpec(HeadsSpec, frozen=True, kw_only=True):
     """of what queries are made of, behind a norm; None: the first matrix makes them"""
     norm_eps: float = 1e-6
     """of the norms of both latents"""
-    rope: int
+    rope: int | None
+    """None: nothing is turned"""
 
     @property
     def q_size(self) -> int:
@@ -107,15 +108,34 @@ class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
     """A gated delta net: one matrix makes queries, keys and values, a gate of what comes out, how much of each value
     is taken, and how much of the state is kept; another brings the heads together."""
 
+    rank: int | None = None
+    """of Kimi's delta attention: a sigmoid is the gate, and each number of a key is kept in a part of its own; matrices
+    of their own make either of as many numbers, which the first one makes in their place"""
+
+    @property
+    def decay_size(self) -> int:
+        """How much is kept: of each head, or of each number of its keys."""
+        return self.value_heads * (1 if self.rank is None else self.key_dim)
+
+    @property
+    def given_size(self) -> int:
+        """What is mixed: queries, keys and values, gates, parts of values, and what is kept."""
+        return self.channels + self.value_size + self.value_heads + self.decay_size
+
     @property
     def first_size(self) -> int:
         """Outputs of the first matrix."""
-        return self.channels + self.value_size + 2 * self.value_heads
+        return self.given_size if self.rank is None else self.channels + self.value_heads + 2 * self.rank
 
     @property
     def last_size(self) -> int:
         """Inputs of the last one."""
         return self.value_size
+
+    @property
+    def inner_weights(self) -> int:
+        """Of the matrices between them."""
+        return (self.rank or 0) * (self.value_size + self.decay_size)
 
 
 class MambaSpec(MambaFacts, frozen=True, kw_only=True):
@@ -130,6 +150,10 @@ class MambaSpec(MambaFacts, frozen=True, kw_only=True):
     normed: bool = True
     """what comes out, in groups, behind the gate"""
     norm_eps: float = 1e-6
+    scales: tuple[float, float, float, float, float] | None = None
+    """that gates, values, keys, queries and what says how much values count are multiplied with, as they come"""
+    out_scale: float = 1.0
+    """of what comes out"""
 
     @property
     def first_size(self) -> int:

@@ -15,6 +15,8 @@ from engine.models.facts import DeltaFacts, MambaFacts
 from engine.models.state_layers import LayerStates, StateStep
 
 _CHUNK = 64
+_CHUNK_OF_NUMBERS = 16
+"""where numbers of a key are kept in parts of their own, for which there is a matrix of tokens each"""
 
 MatrixFacts = DeltaFacts | MambaFacts
 
@@ -46,8 +48,9 @@ def recur(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What queries read, [tokens, heads, values], and the states that are to be kept, [writes, heads, keys, values].
 
-    All float32: q, k [tokens, groups of heads, keys]; v [tokens, heads, values]; log_decay, beta [tokens, heads]; state
-    [sequences, heads, keys, values]. `beta`: None: without the delta rule.
+    All float32: q, k [tokens, groups of heads, keys]; v [tokens, heads, values]; log_decay [tokens, heads, 1], or of
+    each number of a key [tokens, heads, keys]; beta [tokens, heads]; state [sequences, heads, keys, values]. `beta`:
+    None: without the delta rule.
     """
     made, written = torch.zeros_like(v), state.new_empty(len(step.written), *state.shape[1:])
     sequence, token, write = step.single
@@ -72,7 +75,7 @@ def one_token(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each of several sequences, in the place of tokens: what its query reads, and its state."""
     q, k = (each.repeat_interleave(v.size(1) // each.size(1), dim=1) for each in (q, k))
-    state = state * log_decay.exp()[..., None, None]
+    state = state * log_decay.exp()[..., None]
     if beta is not None:
         v = (v - torch.einsum("shkv,shk->shv", state, k)) * beta[..., None]
     state = state + k[..., None] * v[..., None, :]
@@ -89,10 +92,11 @@ def many_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one sequence's consecutive tokens; state [heads, keys, values]."""
     parts = []
-    for at in range(0, len(q), _CHUNK):
-        some = slice(at, at + _CHUNK)
-        queries, keys, values = (each[some].transpose(0, 1) for each in (q, k, v))
-        part, state = _chunk(queries, keys, values, log_decay[some].T, None if beta is None else beta[some].T, state)
+    size = _CHUNK if log_decay.size(2) == 1 else _CHUNK_OF_NUMBERS
+    for at in range(0, len(q), size):
+        some = slice(at, at + size)
+        queries, keys, values, decays = (each[some].transpose(0, 1) for each in (q, k, v, log_decay))
+        part, state = _chunk(queries, keys, values, decays, None if beta is None else beta[some].T, state)
         parts.append(part.transpose(0, 1))
     return torch.cat(parts), state
 
@@ -109,14 +113,22 @@ def _chunk(
     q, k = (each.repeat_interleave(v.size(0) // each.size(0), dim=0) for each in (q, k))
     since = log_decay.cumsum(1)  # the chunk's beginning
     later = torch.ones(q.size(1), q.size(1), dtype=torch.bool, device=q.device).triu(1)
-    between = (since[:, :, None] - since[:, None]).masked_fill(later, float("-inf")).exp()
+    between = (since[:, :, None] - since[:, None]).masked_fill(later[..., None], float("-inf")).exp()
     if beta is not None:
         taken = k * beta[..., None]
-        depends = (taken @ k.transpose(1, 2)) * between  # its diagonal is not looked at
-        known = torch.cat((v * beta[..., None], taken * since.exp()[..., None]), dim=2)
+        depends = _products(taken, k, between)  # its diagonal is not looked at
+        known = torch.cat((v * beta[..., None], taken * since.exp()), dim=2)
         solved = torch.linalg.solve_triangular(depends, known, upper=False, unitriangular=True)
         values, keys = torch.split(solved, [v.size(2), k.size(2)], dim=2)
         v = values - keys @ state
-    made = (q * since.exp()[..., None]) @ state + ((q @ k.transpose(1, 2)) * between) @ v
-    left = (since[:, -1:] - since).exp()[..., None]
-    return made, state * since[:, -1].exp()[:, None, None] + (k * left).transpose(1, 2) @ v
+    made = (q * since.exp()) @ state + _products(q, k, between) @ v
+    left = (since[:, -1:] - since).exp()
+    return made, state * since[:, -1].exp()[..., None] + (k * left).transpose(1, 2) @ v
+
+
+def _products(of: torch.Tensor, k: torch.Tensor, between: torch.Tensor) -> torch.Tensor:
+    """[heads, tokens, tokens]: of each with each key, of which so much is left; between [heads, tokens, tokens, 1 or
+    keys]."""
+    if between.size(3) == 1:
+        return (of @ k.transpose(1, 2)) * between[..., 0]
+    return torch.einsum("htk,hsk,htsk->hts", of, k, between)

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.models.facts import HeadsSpec, ModelFacts
 from engine.models.heads import HeadSpec
-from engine.models.mixers import LatentSpec, MixerSpec, StateSpec
+from engine.models.mixers import DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 
 NormKind = Literal["rms", "rms_wide", "layer", "layer_no_bias"]
 """RMSNorm, rounded before it is weighted (Llama), or weighted in float32 and rounded once at the end (Gemma); LayerNorm
@@ -57,6 +57,10 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True):
     gated: bool = True
     """activation(gate) * up; else the activation alone"""
     bias: bool = False
+    gate_scale: float = 1.0
+    """of a gate, before its activation"""
+    inner_scale: float = 1.0
+    """of a gated MLP: of what the last matrix is given"""
 
     @property
     def first_size(self) -> int:
@@ -99,7 +103,7 @@ class ClampedSwiGLU(msgspec.Struct, frozen=True):
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Gated MLPs, of which a router chooses some for each token."""
+    """MLPs, of which a router chooses some for each token."""
 
     count: int
     """that the router knows"""
@@ -108,6 +112,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     own: tuple[int, ...] | None = None
     """of those, in ascending order, what a rank's part of a model has; None: all"""
     activation: Activation | ClampedSwiGLU = "silu"
+    gated: bool = True
+    """activation(gate) * up; else the activation alone"""
     bias: bool = False
     gated_beside: bool = False
     """the dense MLP beside them is multiplied with a sigmoid of its own (Qwen2-MoE)"""
@@ -119,15 +125,33 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Experts whose matrices are here."""
         return self.count if self.own is None else len(self.own)
 
+    @property
+    def first_size(self) -> int:
+        """Outputs of an expert's first matrix: gate and up, or the one."""
+        return (1 + self.gated) * self.inner_size
+
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What mixes tokens in a layer, and what each token then goes through alone: a dense MLP, experts, or both."""
 
     mixer: MixerSpec | LatentSpec | StateSpec
+    side: MambaSpec | None = None
+    """of a layer that attends: keeps a state, is given what attention is, by the same first matrix, and joins the
+    residual, too (Falcon-H1)"""
     input_norm: bool = True
     """where norms stand before: the mixer has one"""
     mlp: MlpSpec | None = None
     experts: ExpertsSpec | None = None
+
+    @property
+    def state(self) -> StateSpec | None:
+        """Of a layer that keeps one, in the place of keys and values or beside them."""
+        return self.mixer if isinstance(self.mixer, StateSpec) else self.side
+
+    @property
+    def first_size(self) -> int:
+        """Outputs of the first matrix."""
+        return self.mixer.first_size + (0 if self.side is None else self.side.first_size)
 
     @property
     def ends_with_mixer(self) -> bool:
@@ -217,7 +241,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             hidden_size=hidden,
             final_size=self.embedding_size or hidden,
             layers=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, HeadsSpec)),
-            states=tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, StateSpec)),
+            states=tuple(layer.state for layer in self.layers if layer.state is not None),
             intermediate_size=max(_widest(layer) for layer in self.layers),
             mlp_values=given
             + max((1 + outputs) * hidden + max(_values(layer, hidden) for layer in self.layers), 6 * given),
@@ -243,7 +267,10 @@ def _values(layer: LayerSpec, hidden: int) -> int:
     dense = mlp.first_size + mlp.intermediate_size if mlp else 0
     if experts is None:
         return dense
-    return max(dense, experts.router.top_k * (3 * experts.inner_size + 2 * hidden) + 2 * experts.count) + hidden
+    return (
+        max(dense, experts.router.top_k * (experts.first_size + experts.inner_size + 2 * hidden) + 2 * experts.count)
+        + hidden
+    )
 
 
 def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
@@ -253,8 +280,9 @@ def layer_weights(spec: DecoderSpec, layer: LayerSpec) -> int:
 
 def _mixer_weights(layer: LayerSpec, hidden: int) -> int:
     mixer = layer.mixer
-    inner = mixer.inner_weights if isinstance(mixer, LatentSpec) else 0
-    return hidden * (mixer.first_size + mixer.last_size) + inner
+    inner = mixer.inner_weights if isinstance(mixer, LatentSpec | DeltaSpec) else 0
+    side = 0 if layer.side is None else layer.side.last_size
+    return hidden * (layer.first_size + mixer.last_size + side) + inner
 
 
 def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:
@@ -262,6 +290,6 @@ def _mlp_weights(layer: LayerSpec, hidden: int, *, all_experts: bool) -> int:
     dense = hidden * (mlp.first_size + mlp.intermediate_size) if mlp else 0
     if experts is None:
         return dense
-    of_each = 3 * experts.inner_size * hidden
+    of_each = (experts.first_size + experts.inner_size) * hidden
     many = experts.held if all_experts else min(experts.router.top_k, experts.held)
     return dense + hidden * experts.count + many * of_each

@@ -79,11 +79,12 @@ def stage_layers(spec: DecoderSpec | None, stages: int) -> tuple[StageLayers, ..
     """Of each stage; (): there is only one."""
     if spec is None or stages == 1:
         return ()
-    keep = [isinstance(layer.mixer, StateSpec) for layer in spec.layers]
+    attend = [not isinstance(layer.mixer, StateSpec) for layer in spec.layers]
+    keep = [layer.state is not None for layer in spec.layers]
     found = []
     for own in (layers_of(spec, Stage(index, stages)) for index in range(stages)):
-        states = Span(sum(keep[: own.first]), sum(keep[own.first : own.end]))
-        found.append(StageLayers(Span(own.first - states.first, own.count - states.count), states))
+        spans = [Span(sum(of[: own.first]), sum(of[own.first : own.end])) for of in (attend, keep)]
+        found.append(StageLayers(*spans))
     return tuple(found)
 
 
@@ -140,6 +141,8 @@ def _check(spec: DecoderSpec, stages: int) -> None:
         raise UnsupportedModelError(f"{name}: inputs that each layer has of its own are not given to other stages")
     if spec.token_types:
         raise UnsupportedModelError(f"{name}: tokens of several kinds are not given to other stages")
+    if any(layer.side is not None for layer in spec.layers):
+        raise UnsupportedModelError(f"{name}: layers that keep a state beside attention run in one stage so far")
 
 
 def stage_rows(spec: DecoderSpec, stage: Stage, rows: dict[str, Rows]) -> dict[str, Rows]:

@@ -135,7 +135,7 @@ def _heads(mixer: MixerSpec, shard: Shard) -> tuple[Span, ...]:
 
 
 def _first_rows(mlp: MlpSpec | ExpertsSpec, units: Span) -> tuple[Span, ...]:
-    if isinstance(mlp, MlpSpec) and not mlp.gated:
+    if not mlp.gated:
         return (units,)
     inner = mlp.intermediate_size if isinstance(mlp, MlpSpec) else mlp.inner_size
     return (units, units.times(1, inner))

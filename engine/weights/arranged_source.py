@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -12,7 +13,7 @@ from engine.models.families.rows import Rows
 from engine.weights.source import EncodedRows, WeightSource
 
 _AS_IT_IS = Rows("", 0, 0)
-_IN_ORDER = ("as it is", "less one", "times root", "one row")
+_IN_ORDER = ("as it is", "less one", "times root", "among ones")
 _OTHER_NUMBERS = ("less one", "times root")
 
 
@@ -44,8 +45,8 @@ class ArrangedSource:
             destination.copy_(whole)
             return
         place = self._place(name)
-        if place.stored == "one row":
-            self._source.read_into(name, destination[None])
+        if place.stored == "among ones":
+            self._source.read_into(name, destination.view(self._source.shapes()[name]))
         elif place.transposed:
             turned = torch.empty_like(destination.mT, memory_format=torch.contiguous_format)
             self._source.read_into(name, turned, expert)
@@ -82,7 +83,7 @@ class ArrangedSource:
 def _arranged(shape: tuple[int, ...], place: Rows) -> tuple[int, ...]:
     if place.transposed:
         return (*shape[:-2], shape[-1], shape[-2])
-    return shape[1:] if place.stored == "one row" and shape[0] == 1 else shape
+    return (place.count,) if place.stored == "among ones" and prod(shape) == place.count else shape
 
 
 def rows_in_order(rows: torch.Tensor, place: Rows) -> torch.Tensor:

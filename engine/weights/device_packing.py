@@ -16,7 +16,7 @@ from engine.models.decoder import Decoder
 from engine.models.decoder_layer import AnyLinear
 from engine.models.device_packed import StoredEmbedding, StoredExperts, StoredLinear
 from engine.models.expert_op import route
-from engine.models.experts import Experts, Router, kernel_gate
+from engine.models.experts import Experts, Router
 from engine.models.layers import Embedding, Linear
 from engine.models.packed import ActivatedLinear, JoinedLinear
 from engine.models.product_kernels import DENSE, Matrix
@@ -53,7 +53,7 @@ class DevicePacker(RowsPacker):
         self, layer: Experts, gate_up: Sequence[Part], down: Sequence[Part], source: WeightSource | None
     ) -> Experts | StoredExperts:
         """What takes the place of `layer`; see `Packer.pack_experts`."""
-        gate = kernel_gate(layer.activation)
+        gate = layer.kernel_gate
         if gate is None:
             self._fill_experts(layer.gate_up, gate_up, source)
             self._fill_experts(layer.down, down, source)

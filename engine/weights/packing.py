@@ -94,10 +94,9 @@ class Packer(RowsPacker):
     ) -> Experts | PackedExperts:
         """What takes the place of `layer`, whose biases are filled and whose weights are the parts of `source`, one
         expert's after another's; without a source its weights are filled, too. `layer` itself, filled, where not even
-        bfloat16 can be packed, or the kernels do not have its activation."""
+        bfloat16 can be packed, or the kernels do not have its gate."""
         count, hidden, inner = layer.down.shape
-        activation = layer.activation
-        known = not isinstance(activation, str) or activation in FUSED_GATES
+        known = layer.kernel_gate is not None
         possible = packable(2 * inner, hidden, Format.BFLOAT16) and packable(hidden, inner, Format.BFLOAT16)
         if not known or not possible or (2 * inner) % PANEL:
             self._fill_experts(layer.gate_up, gate_up, source)
@@ -107,7 +106,7 @@ class Packer(RowsPacker):
         second = self._stacked(layer.down, down, source, torch.Tensor.contiguous)
         biases = expert_biases(count, hidden, inner, layer.gate_up_bias, layer.down_bias)
         weights = ExpertWeights(first[1], second[1], first[0], second[0], hidden, inner, *biases)
-        return PackedExperts(self._ops, weights, activation, layer.places)
+        return PackedExperts(self._ops, weights, layer.activation, layer.places)
 
     def _stacked(
         self,

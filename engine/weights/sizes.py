@@ -21,7 +21,7 @@ from engine.cpu_kernels.formats import (
 )
 from engine.models.gguf_header import TensorExtent
 from engine.models.heads import head_values
-from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec
+from engine.models.mixers import ConvSpec, DeltaSpec, LatentSpec, MambaSpec, MixerSpec, StateSpec
 from engine.models.quantization import StoredFormat
 from engine.models.spec import DecoderSpec
 from engine.weights.safetensors_headers import CheckpointHeaders
@@ -125,16 +125,22 @@ def _matrices(spec: DecoderSpec) -> Iterator[tuple[int, int, int]]:
     """(how many, outputs, inputs) of all but the tables."""
     hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
     for layer in spec.layers:
-        yield 1, layer.mixer.first_size, hidden
+        yield 1, layer.first_size, hidden
         yield 1, hidden, layer.mixer.last_size
+        if layer.side is not None:
+            yield 1, hidden, layer.side.last_size
         if isinstance(layer.mixer, LatentSpec) and layer.mixer.q_lora_rank is not None:
             yield 1, layer.mixer.q_size, layer.mixer.q_lora_rank
+        if isinstance(layer.state, DeltaSpec) and layer.state.rank is not None:
+            yield 1, layer.state.value_size, layer.state.rank
+            yield 1, layer.state.decay_size, layer.state.rank
         if layer.mlp is not None:
             yield 1, layer.mlp.first_size, hidden
             yield 1, hidden, layer.mlp.intermediate_size
         if layer.experts is not None:
-            yield layer.experts.held, 2 * layer.experts.inner_size, hidden
-            yield layer.experts.held, hidden, layer.experts.inner_size
+            if layer.experts.gated:
+                yield layer.experts.held, layer.experts.first_size, hidden
+                yield layer.experts.held, hidden, layer.experts.inner_size
             if layer.experts.gated_beside:
                 yield 1, 1, hidden
     inputs = spec.layer_inputs
@@ -175,34 +181,42 @@ def _norm_values(spec: DecoderSpec) -> int:
 
 
 def _vector_values(spec: DecoderSpec) -> int:
-    """Biases, tables of positions and of layers' inputs, what activations and layers have learnt, and what makes keys
-    and values of latents."""
+    """Biases, tables of positions and of layers' inputs, what activations and layers have learnt, what makes keys and
+    values of latents, and plain experts, which no kernel packs."""
     hidden = spec.hidden_size
     values = (spec.table_rows or spec.vocab_size) * (spec.head_bias and spec.ends) + spec.num_layers * spec.layer_scales
     if spec.layer_inputs is not None:
         values += spec.layer_inputs.vocab_size * spec.num_layers * spec.layer_inputs.size
     for layer in spec.layers:
         mixer, mlp, experts = layer.mixer, layer.mlp, layer.experts
-        if isinstance(mixer, ConvSpec):
-            values += mixer.channels * mixer.taps + (4 * mixer.channels + hidden) * mixer.bias
-        elif isinstance(mixer, DeltaSpec):
-            values += mixer.channels * mixer.taps + mixer.value_dim
-        elif isinstance(mixer, MambaSpec):
-            values += mixer.channels * (mixer.taps + mixer.conv_bias) + mixer.inner_size * mixer.normed
-            values += (mixer.first_size + hidden) * mixer.bias
-        elif isinstance(mixer, LatentSpec):
+        values += _state_values(layer.state, hidden)
+        if isinstance(mixer, LatentSpec):
             values += mixer.num_heads * mixer.latent.made_size * mixer.latent.kv_lora_rank
-        else:
+        elif isinstance(mixer, MixerSpec):
             values += mixer.first_size * mixer.qkv_bias + hidden * mixer.o_bias
         if mlp is not None:
             values += (mlp.first_size + hidden) * mlp.bias + 2 * (mlp.activation == "xielu")
         if experts is not None:
-            values += experts.held * (2 * experts.inner_size + hidden) * experts.bias
+            values += experts.held * (experts.first_size + hidden) * experts.bias
+            if not experts.gated:
+                values += experts.held * (experts.first_size + experts.inner_size) * hidden
             values += experts.count * (experts.router.bias and not experts.router.wide)
     if spec.position_offset is not None:
         values += (spec.max_position + spec.position_offset) * hidden
     values += spec.token_types * hidden + spec.embedding_norm * hidden * (2 if spec.norm == "layer" else 1)
     return values
+
+
+def _state_values(state: StateSpec | None, hidden: int) -> int:
+    """Of a layer that keeps one: in the model's dtype, beside its matrices."""
+    if isinstance(state, ConvSpec):
+        return state.channels * state.taps + (4 * state.channels + hidden) * state.bias
+    if isinstance(state, DeltaSpec):
+        return state.channels * state.taps + state.value_dim
+    if isinstance(state, MambaSpec):
+        inner = state.channels * (state.taps + state.conv_bias) + state.inner_size * state.normed
+        return inner + (state.first_size + hidden) * state.bias
+    return 0
 
 
 def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
@@ -212,10 +226,10 @@ def _float32_bytes(spec: DecoderSpec, place: Place | None) -> int:
     for layer in spec.layers:
         if isinstance(layer.mixer, MixerSpec):
             values += layer.mixer.num_heads * layer.mixer.sinks
-        if isinstance(layer.mixer, DeltaSpec):
-            values += 2 * layer.mixer.value_heads
-        if isinstance(layer.mixer, MambaSpec):
-            values += 3 * layer.mixer.heads
+        if isinstance(layer.state, DeltaSpec):
+            values += layer.state.value_heads + layer.state.decay_size
+        if isinstance(layer.state, MambaSpec):
+            values += 3 * layer.state.heads + layer.state.first_size * (layer.state.scales is not None)
         if layer.experts is not None:
             router, count = layer.experts.router, layer.experts.count
             values += count * (router.correction + router.expert_scales + (layer.experts.own is not None))

@@ -14,17 +14,18 @@ from engine.kv_cache.block_pool import NO_BLOCK
 from engine.layer_groups import State
 from engine.models.convolution import Convolution
 from engine.models.delta_net import DeltaNet
-from engine.models.facts import DeltaFacts
 from engine.models.mamba import Mamba
-from engine.models.mixers import ConvSpec, MambaSpec
+from engine.models.mixers import ConvSpec, DeltaSpec, MambaSpec
 from engine.runner.state_caches import StateCaches
 
 SIZE, BLOCKS, WIDTHS = 4, 40, (1024, 192, 2048)
 """tokens of a block; blocks; bytes of a page in each cache"""
 DELTAS = {
-    "delta": DeltaFacts(key_heads=2, value_heads=4, key_dim=16, value_dim=24, taps=4),
-    "delta of whole columns": DeltaFacts(key_heads=1, value_heads=2, key_dim=12, value_dim=64, taps=2),
-    "delta of many columns": DeltaFacts(key_heads=1, value_heads=1, key_dim=40, value_dim=70, taps=3),
+    "delta": DeltaSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24, taps=4),
+    "delta of whole columns": DeltaSpec(key_heads=1, value_heads=2, key_dim=12, value_dim=64, taps=2),
+    "delta of many columns": DeltaSpec(key_heads=1, value_heads=1, key_dim=40, value_dim=70, taps=3),
+    "kimi": DeltaSpec(key_heads=3, value_heads=3, key_dim=20, value_dim=20, taps=4, rank=8),
+    "kimi of whole columns": DeltaSpec(key_heads=2, value_heads=2, key_dim=32, value_dim=32, taps=4, rank=8),
 }
 MAMBAS = {
     "mamba": MambaSpec(heads=6, head_dim=20, groups=2, state_size=13, taps=4, amounts=(0.1, 0.6)),
@@ -120,7 +121,7 @@ def test_outputs_and_states_are_those_of_the_torch_module(
         torch.testing.assert_close(got.view(dtype), expected.view(dtype), rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("case", ["delta", "delta of whole columns", "mamba", "short"])
+@pytest.mark.parametrize("case", ["delta", "delta of whole columns", "kimi of whole columns", "mamba", "short"])
 def test_a_sequences_bits_do_not_depend_on_how_it_is_cut_into_steps(linear_ops: LinearOps, case: str) -> None:
     layer = layer_of(case, torch.bfloat16)
     layer.compute_by(linear_ops)

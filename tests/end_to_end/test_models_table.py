@@ -41,14 +41,18 @@ CASE_OF = {
     "hunyuan_v1_dense": "hunyuan",
     "hunyuan_v1_moe": "hunyuan_moe",
     "llama4_text": "llama4",
+    "nemotron_h": "nemotron_h_experts",
 }
 """where it is not the family's name"""
 GGUF_CASE_OF = {"llama4_text": "llama4_as_published"}
 """where files say less of a model than its config"""
-STATEFUL = ("nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+STATEFUL = ("bamba", "falcon_h1", "kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe")
+STATEFUL += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """families with layers that keep states"""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
-"""families that keep latents: `test_greedy_parity.py` has one of them; all run with --exhaustive"""
+"""families that keep latents: `test_greedy_parity.py` has one of them"""
+EXHAUSTIVE = (*LATENT, "bamba", "falcon_h1", "kimi_linear")
+"""that run with --exhaustive: others do what they do"""
 TOKENS, LENGTH = 24, 128
 _GENERATOR = torch.Generator().manual_seed(5)
 _PIECE = torch.randint(5, 199, (12,), generator=_GENERATOR).tolist()
@@ -102,7 +106,8 @@ class Subject:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(family, marks=pytest.mark.exhaustive) if family.name in LATENT else family for family in DECODERS
+        pytest.param(family, marks=pytest.mark.exhaustive) if family.name in EXHAUSTIVE else family
+        for family in DECODERS
     ],
     ids=lambda family: family.name,
 )

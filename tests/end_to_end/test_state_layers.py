@@ -31,7 +31,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "layer_types": ["mamba", "attention", "mamba"],
     },
+    "FalconH1": {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "attention_out_multiplier": 0.75},
+    "KimiLinear": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 40,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "linear_head_dim": 16,
+        "linear_num_heads": 3,
+        "mlp_layer_types": ["dense", "dense", "dense"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
 }
+EXHAUSTIVE = ("FalconH1", "KimiLinear")
 TOKENS = 20
 HEAD = [5 + (11 * i) % 90 for i in range(70)]
 CROWD = [HEAD[: 7 * i % 71] + PROMPTS[i % 20][: 1 + i % 30] for i in range(64)]
@@ -49,7 +62,10 @@ class Subject:
         assert first_difference(ours, theirs[: len(ours)]) == ""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=pytest.mark.exhaustive) if each in EXHAUSTIVE else each for each in FAMILIES],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -35,7 +35,9 @@ def loaded_bytes(path: str, native_cache: Path, **settings: str) -> tuple[int, s
 
 @pytest.mark.pairwise()
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8", "float32"])
-@pytest.mark.parametrize("case", [*CASES, "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "case", [*CASES, "deepseek_v2", "deepseek_v3", "falcon_h1", "kimi_linear", "nemotron_h_experts"]
+)
 def test_of_a_checkpoint(case: str, quantization: str, tmp_path: Path, native_cache: Path) -> None:
     make_model(case).save_pretrained(tmp_path)
     settings = {"dtype": "float32"} if quantization == "float32" else {"quantization": quantization}

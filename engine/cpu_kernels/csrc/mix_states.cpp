@@ -15,6 +15,16 @@ constexpr int64_t NV = kMixColumns / VW;
 
 PAGELOOM_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
+// The same of many. What 1 + y has lost of a small y is put right by what it holds of it.
+PAGELOOM_INLINE vf softplus_all(vf x) {
+  const vf y = exp2_all(x * 1.4426950408889634f), u = 1.0f + y, held = u - 1.0f;
+  const vi exponent = ((vi)u - 0x3f3504f3) >> 23;  // of u / sqrt(1/2)
+  const vf m = (vf)((vi)u - (exponent << 23)), s = (m - 1.0f) / (m + 1.0f), s2 = s * s;
+  const vf series = 2.0f * s * (1.0f + s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9)))));
+  const vf log = series + __builtin_convertvector(exponent, vf) * 0.6931471805599453f;
+  return x > 20.0f ? x : held == 0.0f ? y : log * (y / held);
+}
+
 // -- before and behind the recurrence ----------------------------------------------------------------------------------
 
 PAGELOOM_INLINE float squares(const float* x, int64_t count) {
@@ -31,27 +41,39 @@ PAGELOOM_INLINE void scale(float* x, int64_t count, float factor) {
     store_some<false>(x, i, load_some<false>(x, i, count - i) * splat(factor), count - i);
 }
 
+// How much is kept of each number of a head's keys.
+template <bool kBf16>
+void decay_keys(const MixProblem& p, int64_t t, const void* x) {
+  for (int64_t h = 0; h < p.heads; ++h) {
+    const vf rate = splat(p.rate[h] * 1.4426950408889634f);
+    for (int64_t i = 0; i < p.keys; i += VW) {
+      const int64_t at = h * p.keys + i, left = p.keys - i;
+      const vf given = load_some<kBf16>(x, p.decay_at + at, left) + load_some<false>(p.decay_bias, at, left);
+      store_some<false>(p.decay + t * p.heads * p.keys, at, exp2_all(softplus_all(given) * rate), left);
+    }
+  }
+}
+
 template <bool kBf16>
 void prepare_as(const MixProblem& p, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
     float* const mixed = p.mixed + t * p.channels;
-    if (p.kind == MixKind::kDelta)
+    if (p.has_rule())
       for (int64_t g = 0; g < p.groups; ++g) {
         float *const q = mixed + p.q_at + g * p.keys, *const k = mixed + p.k_at + g * p.keys;
         scale(q, p.keys, 1.0f / sqrtf(squares(q, p.keys) + kLengthEps) / sqrtf((float)p.keys));
         scale(k, p.keys, 1.0f / sqrtf(squares(k, p.keys) + kLengthEps));
       }
     for (int64_t h = 0; h < p.heads; ++h) {
+      float* const amount = p.amount + t * p.heads + h;
+      if (p.has_rule()) *amount = 1.0f / (1.0f + expf(-scalar<kBf16>(x, p.amount_at + h)));
+      if (p.decays != 1) continue;
       float step = softplus(scalar<kBf16>(x, p.decay_at + h) + p.decay_bias[h]);
-      float amount = step;
-      if (p.kind == MixKind::kDelta)
-        amount = 1.0f / (1.0f + expf(-scalar<kBf16>(x, p.amount_at + h)));
-      else
-        amount = step = fminf(fmaxf(step, p.lowest), p.highest);
+      if (!p.has_rule()) *amount = step = fminf(fmaxf(step, p.lowest), p.highest);
       p.decay[t * p.heads + h] = expf(p.rate[h] * step);
-      p.amount[t * p.heads + h] = amount;
     }
+    if (p.decays != 1) decay_keys<kBf16>(p, t, x);
   }
 }
 
@@ -68,9 +90,13 @@ void finish_delta(const MixProblem& p, const void* x, float* made, void* out) {
     const vf factor = splat(1.0f / sqrtf(squares(head, p.values) / (float)p.values + p.norm_eps));
     for (int64_t v = 0; v < p.values; v += VW) {
       const int64_t left = p.values - v, at = h * p.values + v;
+      const vf gate = load_some<kBf16>(x, p.gate_at + at, left), weights = load_some<false>(p.norm, v, left);
+      if (p.kind == MixKind::kKimi) {
+        store_some<kBf16>(out, at, times_sigmoid(load_some<false>(head, v, left) * factor * weights, gate), left);
+        continue;
+      }
       const vf normed = rounded<kBf16>(load_some<false>(head, v, left) * factor);
-      const vf weighted = rounded<kBf16>(load_some<false>(p.norm, v, left) * normed);
-      const vf gate = load_some<kBf16>(x, p.gate_at + at, left);
+      const vf weighted = rounded<kBf16>(weights * normed);
       store_some<kBf16>(out, at, weighted * times_sigmoid(gate, gate), left);
     }
   }
@@ -116,7 +142,7 @@ void finish_as(const MixProblem& p, int64_t begin, int64_t end) {
     float* const made = p.made + t * p.inner();
     if (p.kind == MixKind::kShort)
       finish_short<kBf16>(p, x, p.mixed + t * p.channels, out);
-    else if (p.kind == MixKind::kDelta)
+    else if (p.has_rule())
       finish_delta<kBf16>(p, x, made, out);
     else
       finish_mamba<kBf16>(p, x, p.mixed + t * p.channels + p.v_at, made, out);
@@ -161,16 +187,18 @@ PAGELOOM_INLINE void held_by(const float* state, int64_t stride, const float* ke
   held = sums;
 }
 
-// S = decay S + k added', from where it is to where it is to be; read = S'q.
+// S = decay S + k added', from where it is to where it is to be; read = S'q. `kEach`: there is a decay of each number of a
+// key.
+template <bool kEach>
 PAGELOOM_INLINE void take_over(const float* from, float* to, int64_t stride, const float* key, const float* query,
-                               int64_t keys, float decay, const vf (&added)[NV], Read& read) {
-  const vf kept = splat(decay);
+                               int64_t keys, const float* decay, const vf (&added)[NV], Read& read) {
+  const vf all = splat(*decay);
   Read sums = read;
   int64_t i = 0;
   for (; i + kReadRows <= keys; i += kReadRows)
 #pragma GCC unroll 2
     for (int64_t r = 0; r < kReadRows; ++r) {
-      const vf k = splat(key[i + r]), q = splat(query[i + r]);
+      const vf k = splat(key[i + r]), q = splat(query[i + r]), kept = kEach ? splat(decay[i + r]) : all;
       const int64_t row = (i + r) * stride;
 #pragma GCC unroll 8
       for (int64_t v = 0; v < NV; ++v) {
@@ -181,7 +209,7 @@ PAGELOOM_INLINE void take_over(const float* from, float* to, int64_t stride, con
     }
   for (; i < keys; ++i)
     for (int64_t v = 0; v < NV; ++v) {
-      const vf cell = loadf(from + i * stride + v * VW) * kept + splat(key[i]) * added[v];
+      const vf cell = loadf(from + i * stride + v * VW) * (kEach ? splat(decay[i]) : all) + splat(key[i]) * added[v];
       storef(to + i * stride + v * VW, cell);
       sums.of[0][v] += splat(query[i]) * cell;
     }
@@ -192,18 +220,34 @@ PAGELOOM_INLINE void take_over(const float* from, float* to, int64_t stride, con
 struct HeadToken {
   HeadToken(const MixProblem& problem, int64_t t, int64_t head)
       : p(problem), t(t), head(head), mixed(p.mixed + t * p.channels), key(mixed + p.k_at + group() * p.keys),
-        query(mixed + p.q_at + group() * p.keys), decay(p.decay[t * p.heads + head]),
-        amount(p.amount[t * p.heads + head]) {}
+        query(mixed + p.q_at + group() * p.keys), decay(p.decay + (t * p.heads + head) * p.decays),
+        amount(p.amount[t * p.heads + head]) {
+    if (p.decays == 1) return;
+    for (int64_t i = 0; i < p.keys; i += VW)
+      store_some<false>(kept, i, load_some<false>(key, i, p.keys - i) * load_some<false>(decay, i, p.keys - i), VW);
+  }
   int64_t group() const { return head / (p.heads / p.groups); }
 
-  // `held`: what the state held for the key, of the delta rule.
+  // What a state before its decay is asked for: what it holds for that, behind it.
+  const float* asked() const { return p.decays == 1 ? key : kept; }
+
+  // `held`: what the state held, of the delta rule.
   void add(int64_t column, int64_t count, const Held* held, vf (&added)[NV]) const {
+    const vf left_of_it = splat(p.decays == 1 ? *decay : 1.0f);
     for (int64_t v = 0; v < NV; ++v) {
       const int64_t left = count - v * VW;
       added[v] = left > 0 ? load_some<false>(mixed, p.v_at + head * p.values + column + v * VW, left) : vf{};
-      if (held != nullptr) added[v] -= splat(decay) * total<Held, kHeldRows>(*held, v);
+      if (held != nullptr) added[v] -= left_of_it * total<Held, kHeldRows>(*held, v);
       added[v] *= splat(amount);
     }
+  }
+  // Keys from `first` on.
+  void take(const float* from, float* to, int64_t stride, int64_t first, int64_t keys, const vf (&added)[NV],
+            Read& read) const {
+    if (p.decays == 1)
+      take_over<false>(from, to, stride, key + first, query + first, keys, decay, added, read);
+    else
+      take_over<true>(from, to, stride, key + first, query + first, keys, decay + first, added, read);
   }
   void store(int64_t column, int64_t count, const Read& read) const {
     for (int64_t v = 0; v < NV && v * VW < count; ++v)
@@ -213,20 +257,21 @@ struct HeadToken {
 
   const MixProblem& p;
   const int64_t t, head;
-  const float *const mixed, *const key, *const query;
-  const float decay, amount;
+  const float *const mixed, *const key, *const query, *const decay;
+  const float amount;
+  alignas(64) float kept[kMostKeys];
 };
 
 // One token through the columns of a head from `column` on; `state`: those of its matrix, rows kMixColumns apart.
 PAGELOOM_INLINE void go_on(const MixProblem& p, int64_t t, int64_t head, int64_t column, int64_t count, float* state) {
   const HeadToken token(p, t, head);
-  const bool delta = p.kind == MixKind::kDelta;
+  const bool delta = p.has_rule();
   Held held{};
   Read read{};
   vf added[NV];
-  if (delta) held_by(state, kMixColumns, token.key, p.keys, held);
+  if (delta) held_by(state, kMixColumns, token.asked(), p.keys, held);
   token.add(column, count, delta ? &held : nullptr, added);
-  take_over(state, state, kMixColumns, token.key, token.query, p.keys, token.decay, added, read);
+  token.take(state, state, kMixColumns, 0, p.keys, added, read);
   token.store(column, count, read);
 }
 
@@ -243,14 +288,14 @@ void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
   Held held[kMostOnce / kMixColumns];
   Read read[kMostOnce / kMixColumns];
   vf added[kMostOnce / kMixColumns][NV];
-  const bool delta = p.kind == MixKind::kDelta, has_state = s.read >= 0;
+  const bool delta = p.has_rule(), has_state = s.read >= 0;
   for (int64_t b = 0; b < blocks; ++b) held[b] = Held{}, read[b] = Read{};
   if (delta && has_state) {
     StateBytes bytes(p.place, s.read, from);
     for (int64_t i = 0; i < p.keys; i += kKeysAtOnce) {
       const int64_t keys = p.keys - i < kKeysAtOnce ? p.keys - i : kKeysAtOnce;
       bytes.read(some, keys * p.values * 4);
-      for (int64_t b = 0; b < blocks; ++b) held_by(some + b * kMixColumns, p.values, token.key + i, keys, held[b]);
+      for (int64_t b = 0; b < blocks; ++b) held_by(some + b * kMixColumns, p.values, token.asked() + i, keys, held[b]);
     }
   }
   for (int64_t b = 0; b < blocks; ++b) token.add(b * kMixColumns, kMixColumns, delta ? &held[b] : nullptr, added[b]);
@@ -268,8 +313,7 @@ void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
     float* const there = kept ? (float*)now.whole(size) : nullptr;
     float* const to = there != nullptr ? there : more;
     for (int64_t b = 0; b < blocks; ++b)
-      take_over(rows + b * kMixColumns, to + b * kMixColumns, p.values, token.key + i, token.query + i, keys, token.decay,
-                added[b], read[b]);
+      token.take(rows + b * kMixColumns, to + b * kMixColumns, p.values, i, keys, added[b], read[b]);
     if (kept && there == nullptr) now.write(more, size);
   }
   for (int64_t b = 0; b < blocks; ++b) token.store(b * kMixColumns, kMixColumns, read[b]);

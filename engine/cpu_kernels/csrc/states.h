@@ -6,7 +6,8 @@
 
 namespace pageloom {
 
-enum class MixKind : int32_t { kDelta = 0, kMamba = 1, kShort = 2 };  // the last: a convolution between two gates alone
+// kShort: a convolution between two gates alone; kKimi: kDelta with a decay of each number of a key, and other gates.
+enum class MixKind : int32_t { kDelta = 0, kMamba = 1, kShort = 2, kKimi = 3 };
 
 constexpr int64_t kMostTaps = 16, kMostKeys = 512;  // of a convolution; of a head
 
@@ -89,6 +90,7 @@ struct MixProblem {
   MixKind kind;
   bool bf16;  // of x, out and a state's inputs; else float32
   int64_t tokens, channels, taps, heads, groups, keys, values;
+  int64_t decays;  // of a head: one, or one of each of its keys
   const void* x;
   int64_t x_stride;
   void* out;
@@ -98,7 +100,7 @@ struct MixProblem {
   const float* conv_weight;  // [taps][channels], the newest input's last
   const float* conv_bias;    // null: none
   const float* rate;         // [heads], negative: of the logarithm of a decay
-  const float* decay_bias;   // [heads]
+  const float* decay_bias;   // [heads * decays]
   const float* passed_on;    // [heads]; null: none
   const float* norm;         // delta rule: [values]; else [heads * values], or null
   float norm_eps, lowest, highest;
@@ -109,11 +111,12 @@ struct MixProblem {
   const StateWrite* writes;
   int64_t num_writes;
   float* mixed;   // [tokens][channels]: behind convolution and activation
-  float* decay;   // [tokens][heads]
+  float* decay;   // [tokens][heads * decays]
   float* amount;  // [tokens][heads]
   float* made;    // [tokens][heads * values]
 
   int64_t inner() const { return heads * values; }
+  bool has_rule() const { return kind == MixKind::kDelta || kind == MixKind::kKimi; }
   int64_t writes_end(int64_t sequence) const {
     return sequence + 1 < num_sequences ? sequences[sequence + 1].first_write : num_writes;
   }

@@ -75,7 +75,7 @@ void check_sequences(const MixProblem& p, int64_t num_blocks) {
 // kind, heads, groups, keys, values, taps.
 void set_shape(MixProblem& p, const std::vector<int64_t>& shape) {
   PAGELOOM_CHECK(shape.size() == 6, kOp, ": shape has six numbers, not ", shape.size());
-  PAGELOOM_CHECK(shape[0] >= 0 && shape[0] <= 2, kOp, ": unknown kind ", shape[0]);
+  PAGELOOM_CHECK(shape[0] >= 0 && shape[0] <= 3, kOp, ": unknown kind ", shape[0]);
   p.kind = static_cast<MixKind>(shape[0]);
   p.heads = shape[1], p.groups = shape[2], p.keys = shape[3], p.values = shape[4], p.taps = shape[5];
   PAGELOOM_CHECK(p.heads > 0 && p.groups > 0 && p.heads % p.groups == 0 && p.values > 0, kOp, ": ", p.heads, " heads of ",
@@ -88,7 +88,8 @@ void set_shape(MixProblem& p, const std::vector<int64_t>& shape) {
     return;
   }
   p.channels = inner + 2 * shared;
-  if (p.kind == MixKind::kDelta) {  // queries, keys, values | gate | amounts | decays
+  p.decays = p.kind == MixKind::kKimi ? p.keys : 1;
+  if (p.has_rule()) {  // queries, keys, values | gate | amounts | decays
     p.mixed_at = 0, p.gate_at = p.channels, p.amount_at = p.gate_at + inner, p.decay_at = p.amount_at + p.heads;
     p.q_at = 0, p.k_at = shared, p.v_at = 2 * shared;
   } else {  // gate | values, keys, queries | decays
@@ -111,16 +112,16 @@ void mix_states(Tensor x, Tensor out, std::vector<int64_t> shape, double norm_ep
   p.bf16 = dtype == ScalarType::BFloat16;
   p.tokens = x.size(0);
   const bool is_short = p.kind == MixKind::kShort;
-  p.x = rows_of_dtype(x, dtype, p.tokens, is_short ? 3 * p.channels : p.decay_at + p.heads, p.x_stride, "x");
+  p.x = rows_of_dtype(x, dtype, p.tokens, is_short ? 3 * p.channels : p.decay_at + p.heads * p.decays, p.x_stride, "x");
   p.out = rows_of_dtype(out, dtype, p.tokens, p.inner(), p.out_stride, "out");
   p.conv_weight = floats_of(conv_weight, p.taps * p.channels, "conv_weight");
   p.conv_bias = floats_of(conv_bias, p.channels, "conv_bias");
   p.rate = floats_of(rate, p.heads, "rate");
-  p.decay_bias = floats_of(decay_bias, p.heads, "decay_bias");
+  p.decay_bias = floats_of(decay_bias, p.heads * p.decays, "decay_bias");
   PAGELOOM_CHECK(is_short || (p.rate != nullptr && p.decay_bias != nullptr), kOp, ": a recurrence has rates of its decay");
   p.passed_on = floats_of(passed_on, p.heads, "passed_on");
-  p.norm = floats_of(norm, p.kind == MixKind::kDelta ? p.values : p.inner(), "norm");
-  PAGELOOM_CHECK(p.norm != nullptr || p.kind != MixKind::kDelta, kOp, ": a delta net has a norm");
+  p.norm = floats_of(norm, p.has_rule() ? p.values : p.inner(), "norm");
+  PAGELOOM_CHECK(p.norm != nullptr || !p.has_rule(), kOp, ": a delta net has a norm");
   const Caches found = caches_of(caches, p.place);
   p.place.caches = found.data.data(), p.place.widths = found.widths.data(), p.place.strides = found.strides.data();
   PAGELOOM_CHECK(blocks.dim() == 2 && blocks.size(0) == found.num_blocks, kOp, ": blocks must be [blocks, pages]");
@@ -141,11 +142,11 @@ void mix_states(Tensor x, Tensor out, std::vector<int64_t> shape, double norm_ep
   PAGELOOM_CHECK(kernels != nullptr, kOp, ": ISA ", isa, " is not available on this CPU, or not built");
   if (p.tokens == 0) return;
   const Tensor mixed = Tensor::empty({p.tokens, p.channels}, ScalarType::Float), made = Tensor::empty({p.tokens, p.inner()}, ScalarType::Float);
-  const Tensor rates = Tensor::empty({2, p.tokens, p.heads}, ScalarType::Float);
+  const Tensor rates = Tensor::empty({p.tokens, p.heads * (p.decays + 1)}, ScalarType::Float);
   p.mixed = static_cast<float*>(mixed.data_ptr());
   p.made = static_cast<float*>(made.data_ptr());
   p.decay = static_cast<float*>(rates.data_ptr());
-  p.amount = p.decay + p.tokens * p.heads;
+  p.amount = p.decay + p.tokens * p.heads * p.decays;
   run_mix(p, *kernels, lent_threads());
 }
 

@@ -29,7 +29,7 @@ def ernie4_5_moe_spec(config: Config) -> DecoderSpec:
     return with_experts(spec, experts, sparse, beside)
 
 
-_EXPERTS = ExpertNames(correction="mlp.moe_statics.e_score_correction_bias", correction_stored="one row")
+_EXPERTS = ExpertNames(correction="mlp.moe_statics.e_score_correction_bias", correction_stored="among ones")
 ERNIE4_5_MOE = Family(
     "ernie4_5_moe",
     "Ernie4_5_MoeForCausalLM",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from engine.errors import ConfigError
-from engine.models.families.common import Config, Family, num_layers, with_defaults
+from engine.models.families.common import Config, Family, with_defaults
 from engine.models.families.latents import latent_spec
-from engine.models.families.mixtures import sigmoid_router, with_deepseek_experts
+from engine.models.families.mixtures import named_sparse, sigmoid_router, with_deepseek_experts
 from engine.models.families.names import LLAMA_NAMES
-from engine.models.json_file import shown
 from engine.models.spec import DecoderSpec
 
 
@@ -17,16 +15,7 @@ def glm4_moe_lite_spec(config: Config) -> DecoderSpec:
     experts = {"n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536, "num_experts_per_tok": 4}
     spec = latent_spec(config, "glm4_moe_lite")
     config = with_defaults(config, **experts, routed_scaling_factor=1.8)
-    return with_deepseek_experts(spec, config, sigmoid_router(config), _sparse(config))
-
-
-def _sparse(config: Config) -> list[bool]:
-    count, kinds = num_layers(config), config.get("mlp_layer_types")
-    if kinds is None:
-        return [layer > 0 for layer in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {"dense", "sparse"}:
-        raise ConfigError(f"mlp_layer_types must name dense or sparse for {count} layers, found {shown(kinds)}")
-    return [kind == "sparse" for kind in kinds]
+    return with_deepseek_experts(spec, config, sigmoid_router(config), named_sparse(config, 1))
 
 
 GLM4_MOE_LITE = Family(

@@ -28,20 +28,21 @@ def granite_hybrid_spec(config: Config) -> DecoderSpec:
     )
     if experts:
         spec = with_experts(spec, granite_experts(config), beside=beside)
-    mamba = _mamba(config, spec.hidden_size)
+    mamba = mamba_spec(config, integer(config, "mamba_expand", 2) * spec.hidden_size)
     layers = zip(spec.layers, _kinds(config), strict=True)
     return replace(spec, layers=tuple(layer if attends else replace(layer, mixer=mamba) for layer, attends in layers))
 
 
-def _mamba(config: Config, hidden: int) -> MambaSpec:
-    inner, heads = integer(config, "mamba_expand", 2) * hidden, integer(config, "mamba_n_heads", 128)
+def mamba_spec(config: Config, inner: int) -> MambaSpec:
+    """By transformers' names; `inner`: values of all heads. Raises ConfigError."""
+    heads = integer(config, "mamba_n_heads", 128)
     given = config.get("mamba_d_head", "auto")
     head_dim = inner // heads if given in (None, "auto") else integer(config, "mamba_d_head")
     groups = integer(config, "mamba_n_groups", 1)
     if heads * head_dim != inner or heads % groups:
         raise ConfigError(
-            f"mamba_n_heads ({heads}) of mamba_d_head ({head_dim}) must be mamba_expand times hidden_size ({inner}), "
-            f"and a multiple of mamba_n_groups ({groups})"
+            f"mamba_n_heads ({heads}) of mamba_d_head ({head_dim}) must be the {inner} values of all heads, and a "
+            f"multiple of mamba_n_groups ({groups})"
         )
     return MambaSpec(
         heads=heads,

@@ -14,8 +14,8 @@ from engine.models.mixers import LatentSpec
 from engine.models.spec import DecoderSpec
 
 
-def latent_spec(config: Config, family: str) -> DecoderSpec:
-    """Llama with latent attention. Raises ConfigError, UnsupportedModelError."""
+def latent_spec(config: Config, family: str, turns: bool = True) -> DecoderSpec:
+    """Llama with latent attention. `turns`: parts of queries and keys. Raises ConfigError, UnsupportedModelError."""
     refuse(config, {"attention_bias": "matrices of latent attention have no biases"})
     if not flag(config, "rope_interleave", True):
         raise UnsupportedModelError("rope_interleave=false is not supported: latent attention turns neighbouring pairs")
@@ -35,7 +35,7 @@ def latent_spec(config: Config, family: str) -> DecoderSpec:
         scale=facts.qk_head_dim**-0.5 * _stretched(spec.ropes[0].params) ** 2,
         latent=facts,
         q_lora_rank=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
-        rope=0,
+        rope=0 if turns else None,
     )
     return replace(spec, layers=tuple(replace(layer, mixer=mixer) for layer in spec.layers))
 

@@ -57,6 +57,16 @@ def first_dense(config: Config, default: int) -> list[bool]:
     return [layer >= dense for layer in range(num_layers(config))]
 
 
+def named_sparse(config: Config, default: int) -> list[bool]:
+    """By `mlp_layer_types`, or else as `first_dense`."""
+    kinds, count = config.get("mlp_layer_types"), num_layers(config)
+    if kinds is None:
+        return first_dense(config, default)
+    if not isinstance(kinds, list) or len(kinds) != count or not {*map(str, kinds)} <= {"dense", "sparse"}:
+        raise ConfigError(f"mlp_layer_types must name dense or sparse for {count} layers, found {shown(kinds)}")
+    return [kind == "sparse" for kind in kinds]
+
+
 def sparse_layers(config: Config) -> list[bool]:
     """Qwen's rule: every `decoder_sparse_step`th layer, but for `mlp_only_layers`."""
     step, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
@@ -95,7 +105,9 @@ def with_experts(
     beside_activation = experts.activation if isinstance(experts.activation, str) else "silu"
 
     def mixed(layer: LayerSpec) -> LayerSpec:
-        dense = MlpSpec(intermediate_size=beside, activation=beside_activation) if beside else None
+        dense = None
+        if beside:
+            dense = MlpSpec(intermediate_size=beside, activation=beside_activation, gated=experts.gated)
         return replace(layer, mlp=dense, experts=experts)
 
     has_experts = sparse or [True] * spec.num_layers

@@ -80,6 +80,10 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         layer_spec, hidden = spec.layers[layer], spec.hidden_size
         mixer = layer_spec.mixer
         rows = self._mixer(spec, mixer, source, target)
+        if layer_spec.side is not None:
+            rows |= self._mamba(
+                spec, layer_spec.side, f"{source}.{self.mamba}", target, mixer.first_size, "side_o_proj"
+            )
         if layer_spec.mlp is not None:
             shared = layer_spec.experts is not None
             *first, down = self.experts.shared if shared else (*self.gate_up, self.down)
@@ -127,7 +131,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             rows |= linears(source, (conv,), f"{target}.mixing", [mixer.channels], mixer.bias)
             return rows | linears(source, (last,), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
         if isinstance(mixer, DeltaSpec):
-            return self._delta(spec, mixer, f"{source}.{self.delta}", target)
+            return self.delta_rows(spec, mixer, f"{source}.{self.delta}", target)
         if isinstance(mixer, MambaSpec):
             return self._mamba(spec, mixer, f"{source}.{self.mamba}", target)
         sizes = [mixer.qkv_size] if len(self.qkv) == 1 else [mixer.q_size, mixer.kv_size, mixer.kv_size]
@@ -137,7 +141,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
             rows[f"{source}.self_attn.sinks"] = Rows(f"{target}.sinks", 0, mixer.num_heads)
         return rows
 
-    def _delta(self, spec: DecoderSpec, mixer: DeltaSpec, source: str, target: str) -> dict[str, Rows]:
+    def delta_rows(self, spec: DecoderSpec, mixer: DeltaSpec, source: str, target: str) -> dict[str, Rows]:
         heads, place = mixer.value_heads, f"{target}.mixing"
         if len(self.delta_in) == 2:
             first = linears(
@@ -157,10 +161,13 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
         rows[f"{source}.norm.weight"] = Rows(f"{place}.norm", 0, mixer.value_dim)
         return rows
 
-    def _mamba(self, spec: DecoderSpec, mixer: MambaSpec, source: str, target: str) -> dict[str, Rows]:
+    def _mamba(
+        self, spec: DecoderSpec, mixer: MambaSpec, source: str, target: str, start: int = 0, last: str = "o_proj"
+    ) -> dict[str, Rows]:
+        """`start`: of its rows in the layer's first matrix; `last`: its last one."""
         place = f"{target}.mixing"
-        rows = linears(source, ("in_proj",), f"{target}.qkv_proj", [mixer.first_size], mixer.bias)
-        rows |= linears(source, ("out_proj",), f"{target}.o_proj", [spec.hidden_size], mixer.bias)
+        rows = linears(source, ("in_proj",), f"{target}.qkv_proj", [mixer.first_size], mixer.bias, start)
+        rows |= linears(source, ("out_proj",), f"{target}.{last}", [spec.hidden_size], mixer.bias)
         rows |= linears(source, ("conv1d",), place, [mixer.channels], mixer.conv_bias)
         for name, parameter in (("A_log", "log_decay"), ("dt_bias", "decay_bias"), ("D", "passed_on")):
             rows[f"{source}.{name}"] = Rows(f"{place}.{parameter}", 0, mixer.heads)
@@ -222,7 +229,7 @@ def _router(experts: ExpertsSpec, names: ExpertNames, source: str, target: str) 
 
 
 def _experts(experts: ExpertsSpec, hidden: int, names: ExpertNames, source: str, target: str) -> dict[str, Rows]:
-    rows, first = {}, 2 * experts.inner_size
+    rows, first = {}, experts.first_size
     *gates, down = names.parts
     sizes = [first // len(gates)] * len(gates)
     places = [*zip(gates, ["gate_up"] * len(gates), range(0, first, sizes[0]), sizes, strict=True)]

@@ -1,26 +1,39 @@
-"""Nemotron-H (dense): Mamba 2, attention without positions and plain MLPs with squared ReLU, each with a norm and a
-place of its own in the checkpoint's count of layers; here a mixer and the MLP behind it are a layer."""
+"""Nemotron-H: Mamba 2, attention without positions, and plain MLPs with squared ReLU, or experts that are such MLPs
+(Nemotron 3), each with a norm and a place of its own in the checkpoint's count of layers; here a mixer and the MLP
+behind it are a layer."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from engine.errors import ConfigError, UnsupportedModelError
-from engine.models.families.common import Config, Family, activation_of, decoder_spec, flag, integer, with_defaults
+from engine.models.families.common import (
+    Config,
+    Family,
+    activation_of,
+    decoder_spec,
+    flag,
+    integer,
+    refuse,
+    with_defaults,
+)
 from engine.models.families.granite_hybrid import amounts_of
+from engine.models.families.mixtures import experts_spec, sigmoid_router, with_experts
 from engine.models.families.names import Names
-from engine.models.families.rows import Rows
+from engine.models.families.rows import ExpertNames, Rows
 from engine.models.json_file import shown
 from engine.models.mixers import MambaSpec
 from engine.models.spec import DecoderSpec
 
 _SIGNS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_ALONE = {"mlp", "moe"}
+"""what each token goes through alone"""
 _FORMERLY = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def nemotron_h_spec(config: Config) -> DecoderSpec:
     kinds = _kinds(config)
-    mixers = [(kind, kinds[at + 1 : at + 2] == ["mlp"]) for at, kind in enumerate(kinds) if kind != "mlp"]
+    mixers = [(kind, [*kinds, ""][at + 1]) for at, kind in enumerate(kinds) if kind not in _ALONE]
     bias = flag(config, "attention_bias")
     spec = decoder_spec(
         with_defaults(config, layer_norm_epsilon=1e-5, max_position_embeddings=4096, rope_theta=1e4),
@@ -49,11 +62,24 @@ def nemotron_h_spec(config: Config) -> DecoderSpec:
     )
     if mamba.heads % mamba.groups:
         raise ConfigError(f"mamba_num_heads ({mamba.heads}) is not a multiple of n_groups ({mamba.groups})")
+    if "moe" in kinds:
+        spec = _with_experts(spec, config, [follows == "moe" for _, follows in mixers])
     layers = []
     for layer, (kind, follows) in zip(spec.layers, mixers, strict=True):
-        its = layer if follows else replace(layer, mlp=None)
+        its = layer if follows in _ALONE else replace(layer, mlp=None)
         layers.append(replace(its, mixer=mamba) if kind == "linear_attention" else its)
     return replace(spec, layers=tuple(layers))
+
+
+def _with_experts(spec: DecoderSpec, config: Config, sparse: list[bool]) -> DecoderSpec:
+    no_biases = "experts, and the MLP beside them, have no biases"
+    refuse(config, {"mlp_bias": no_biases, "moe_latent_size": "experts are given what the layer is"})
+    sizes = {"n_routed_experts": 8, "moe_intermediate_size": 7688, "num_experts_per_tok": 2}
+    config = with_defaults(config, **sizes, moe_shared_expert_intermediate_size=7688)
+    activation = activation_of(config, "mlp_hidden_act", "relu2")
+    experts = experts_spec(config, sigmoid_router(config), "n_routed_experts")
+    experts = replace(experts, gated=False, activation=activation)
+    return with_experts(spec, experts, sparse, integer(config, "moe_shared_expert_intermediate_size"))
 
 
 def _kinds(config: Config) -> list[str]:
@@ -64,9 +90,9 @@ def _kinds(config: Config) -> list[str]:
     if not isinstance(named, list) or not named:
         raise ConfigError(f"layers_block_type must name the kinds of the layers, found {shown(named)}")
     kinds = [_FORMERLY.get(str(kind), str(kind)) for kind in named]
-    if unknown := sorted({*kinds} - {"linear_attention", "full_attention", "mlp"}):
-        raise UnsupportedModelError(f"layers_block_type: {shown(unknown)} are not supported (experts without gates)")
-    if any(kind == before == "mlp" for kind, before in zip(kinds, ["mlp", *kinds])):
+    if unknown := sorted({*kinds} - {"linear_attention", "full_attention", *_ALONE}):
+        raise UnsupportedModelError(f"layers_block_type: {shown(unknown)} are not supported")
+    if any({kind, before} <= _ALONE for kind, before in zip(kinds, ["mlp", *kinds])):
         raise UnsupportedModelError("layers_block_type: an MLP without a mixer before it is not supported")
     return kinds
 
@@ -81,8 +107,15 @@ _NAMES = Names(
     down="mixer.down_proj",
     norms=(("norm", "input_norm"), ("behind.norm", "mlp_norm")),
     mamba="mixer",
+    experts=ExpertNames(
+        router="mixer.gate",
+        correction="mixer.gate.e_score_correction_bias",
+        experts="mixer.experts",
+        parts=("up_proj", "down_proj"),
+        shared=("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+    ),
 )
-_BEHIND = ("gate_up_proj.", "down_proj.", "mlp_norm.")
+_BEHIND = ("gate_up_proj.", "down_proj.", "mlp_norm.", "router.", "experts.")
 
 
 def _rows(spec: DecoderSpec) -> dict[str, Rows]:

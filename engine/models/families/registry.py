@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.families.apertus import APERTUS
+from engine.models.families.bamba import BAMBA
 from engine.models.families.bert import BERT, CAMEMBERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from engine.models.families.cohere import COHERE, COHERE2
 from engine.models.families.common import Family
@@ -15,6 +16,7 @@ from engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from engine.models.families.ernie4_5 import ERNIE4_5
 from engine.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from engine.models.families.exaone4 import EXAONE4
+from engine.models.families.falcon_h1 import FALCON_H1
 from engine.models.families.gemma2 import GEMMA2
 from engine.models.families.gemma3 import GEMMA3
 from engine.models.families.gemma4 import GEMMA4
@@ -30,6 +32,7 @@ from engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from engine.models.families.helium import HELIUM
 from engine.models.families.hunyuan import HUNYUAN
 from engine.models.families.hunyuan_moe import HUNYUAN_MOE
+from engine.models.families.kimi_linear import KIMI_LINEAR
 from engine.models.families.lfm2 import LFM2, LFM2_MOE
 from engine.models.families.llama import LLAMA
 from engine.models.families.llama4 import LLAMA4
@@ -106,7 +109,10 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_HYBRID,
+    FALCON_H1,
+    BAMBA,
     NEMOTRON_H,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     QWEN3_5,

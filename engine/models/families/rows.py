@@ -17,7 +17,7 @@ Stored = Literal[
     "pairs",
     "heads of qkv",
     "in turns",
-    "one row",
+    "among ones",
     "gates in heads",
     "delta in heads",
 ]
@@ -31,11 +31,10 @@ class Rows(msgspec.Struct, frozen=True):
     count: int
     stored: Stored = "as it is"
     """how the checkpoint holds what the parameter is: as 1 less (Gemma's norms); times the root of how many there are
-    (Gemma 4's routers); with rows that turn together beside
-    each other in every head (GLM), not half of what turns apart; as q, k and v of one head after the other (GPT-NeoX);
-    with a row of the gate and one of up in turns (GPT-OSS); as a matrix of one row; or with the gate of each
-    head behind its query, not all gates before all queries (Qwen3.5), or with all that a delta net
-    has of one head of keys behind that of another (Qwen3-Next)"""
+    (Gemma 4's routers); with rows that turn together beside each other in every head (GLM), not half of what turns
+    apart; as q, k and v of one head after the other (GPT-NeoX); with a row of the gate and one of up in turns
+    (GPT-OSS); with more dimensions, of 1 each; or with the gate of each head behind its query, not all gates before all
+    queries (Qwen3.5), or with all that a delta net has of one head of keys behind that of another (Qwen3-Next)"""
     heads: int = 0
     """in those rows, where `stored` speaks of heads"""
     paired: int = 0
@@ -88,9 +87,11 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: str = "mlp.shared_expert_gate"
 
 
-def linears(source: str, names: Iterable[str], target: str, sizes: list[int], bias: bool) -> dict[str, Rows]:
-    """Matrices, and biases, one below the other in one parameter."""
-    rows, start = {}, 0
+def linears(
+    source: str, names: Iterable[str], target: str, sizes: list[int], bias: bool, start: int = 0
+) -> dict[str, Rows]:
+    """Matrices, and biases, one below the other in one parameter, from its row `start` on."""
+    rows = {}
     for name, count in zip(names, sizes, strict=True):
         for part in ("weight", "bias") if bias else ("weight",):
             rows[f"{source}.{name}.{part}"] = Rows(f"{target}.{part}", start, count)
