@@ -90,14 +90,13 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
     check_library_divided(model.path, config.parallel.tensor)
 
 
-_STATES = ("speculative_config", "tensor_parallel_size, pipeline_parallel_size", "kv_transfer_config", "device")
+_STATES = ("tensor_parallel_size, pipeline_parallel_size", "kv_transfer_config", "device")
 _LATENTS = ("kv_cache_dtype", "decode_context_parallel_size", "device")
 
 
 def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str], instead: str = "") -> None:
     ranks = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
     asked = {
-        "speculative_config": config.scheduler.speculation.method is not None,
         "tensor_parallel_size, pipeline_parallel_size": ranks > 1,
         "decode_context_parallel_size": config.parallel.context > 1,
         "kv_transfer_config": config.kv_transfer is not None,

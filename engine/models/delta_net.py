@@ -19,8 +19,7 @@ _LENGTH_EPS = 1e-6
 class DeltaNet(nn.Module):
     def __init__(self, spec: DeltaFacts, norm_eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.inputs = spec.channels + spec.value_size + 2 * spec.value_heads
-        self.facts, self.outputs, self._norm_eps = spec, spec.value_size, norm_eps
+        self.facts, self.inputs, self.outputs, self._norm_eps = spec, spec.first_size, spec.value_size, norm_eps
         self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
         """of the convolution of queries, keys and values; the newest input's comes last"""
         self.log_decay = parameter((spec.value_heads,), torch.float32, device)

@@ -61,11 +61,6 @@ class ConvSpec(ConvFacts, frozen=True, kw_only=True):
     """of both matrices and of the convolution"""
 
     @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return 3 * self.channels
-
-    @property
     def last_size(self) -> int:
         """Inputs of the last one."""
         return self.channels
@@ -108,11 +103,6 @@ class DeltaSpec(DeltaFacts, frozen=True, kw_only=True):
     is taken, and how much of the state is kept; another brings the heads together."""
 
     @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.channels + self.value_size + 2 * self.value_heads
-
-    @property
     def last_size(self) -> int:
         """Inputs of the last one."""
         return self.value_size
@@ -130,11 +120,6 @@ class MambaSpec(MambaFacts, frozen=True, kw_only=True):
     normed: bool = True
     """what comes out, in groups, behind the gate"""
     norm_eps: float = 1e-6
-
-    @property
-    def first_size(self) -> int:
-        """Outputs of the first matrix."""
-        return self.inner_size + self.channels + self.heads
 
     @property
     def last_size(self) -> int:

@@ -107,15 +107,15 @@ def groups_and_layers(config: EngineConfig, parts: RunnerParts) -> tuple[tuple[L
     else:
         groups = group_layers(facts.kept, config.model.max_model_len)
     layers = attention_layers(facts, parts.sinks, parts.latents)
+    if parts.draft is not None:
+        groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)
+        latents = parts.draft.model.latents if isinstance(parts.draft.model, Decoder) else ()
+        layers += attention_layers(parts.draft.facts, latents=latents)
     if facts.states:
         size = config.cache.block_size
         page = PagedAttention(parts.backend, layers, getattr(torch, config.cache.dtype), groups).block_bytes(size)
         groups = with_states(groups, facts.state_sizes(parts.dtype.itemsize), page, size)
-    if parts.draft is None:
-        return groups, layers
-    groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)
-    latents = parts.draft.model.latents if isinstance(parts.draft.model, Decoder) else ()
-    return groups, [*layers, *attention_layers(parts.draft.facts, latents=latents)]
+    return groups, layers
 
 
 def samplers_of(
