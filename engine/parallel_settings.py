@@ -90,13 +90,12 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
     check_library_divided(model.path, config.parallel.tensor)
 
 
-_STATES = ("speculative_config", "decode_context_parallel_size", "kv_transfer_config", "device")
+_STATES = ("decode_context_parallel_size", "kv_transfer_config", "device")
 _LATENTS = ("kv_cache_dtype", "decode_context_parallel_size", "device")
 
 
 def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str], instead: str = "") -> None:
     asked = {
-        "speculative_config": config.scheduler.speculation.method is not None,
         "decode_context_parallel_size": config.parallel.context > 1,
         "kv_transfer_config": config.kv_transfer is not None,
         "kv_cache_dtype": config.cache.dtype != config.model.dtype,

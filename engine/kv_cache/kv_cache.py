@@ -163,8 +163,9 @@ class KVCache:
         if key is not None and self.pool.register(block, key) and self.events is not None:
             self.events.moved(key, to_host=False)
 
-    def append(self, blocks: SequenceBlocks, upto_tokens: int) -> Growth | None:
-        """Make room for the tokens up to ``upto_tokens``; None, and nothing taken, when the pool has not enough.
+    def append(self, blocks: SequenceBlocks, upto_tokens: int, drafts: int = 0) -> Growth | None:
+        """Make room for the tokens up to ``upto_tokens``, the last of which are ``drafts``; None, and nothing taken,
+        when the pool has not enough.
 
         Blocks that none of these tokens sees, nor any later one, are given back. A partly filled last block that others
         hold too is replaced by a copy first.
@@ -180,12 +181,14 @@ class KVCache:
         copied: Tokens[list[int]] = ()
         if upto_tokens > blocks.num_tokens and blocks.num_tokens % size:
             copied = self._shared_ends(blocks)
-        kept = {group: self.states.kept(blocks, state, have, new_entries) for group, state in self.states.groups}
+        certain = upto_tokens - drafts
+        kept = {g: self.states.kept(blocks, state, have, new_entries, certain) for g, state in self.states.groups}
         need = new_entries * (len(tables) - len(kept)) + sum(pool.size_of(table[-1]) for table in copied)
         need += sum(self._sizes[group] * sum(entries) for group, entries in kept.items())
         if need > pool.num_free:
             return None
-        blocks.settled, blocks.num_tokens = blocks.num_tokens, max(blocks.num_tokens, upto_tokens)
+        blocks.settled = blocks.num_tokens - blocks.unsure
+        blocks.num_tokens = max(blocks.num_tokens, upto_tokens)
         copies: list[tuple[int, int]] = []
         for table in copied:
             source, table[-1] = table[-1], self.states.take_as(pool, table[-1])
@@ -296,11 +299,10 @@ class KVCache:
 
     def trim(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """KV beyond as many tokens was that of wrong drafts: blocks that hold nothing else are given back."""
-        pool = self.host.pool if blocks.on_host and self.host is not None else self.pool
         count = -(-num_tokens // self.block_size)
         for table in blocks.tables:
             for block in reversed(table[count:]):
-                pool.release(block)
+                self.pool.release(block)
             del table[count:]
         blocks.num_tokens, blocks.quiet_until = num_tokens, min(blocks.quiet_until, count * self.block_size)
 

@@ -36,7 +36,8 @@ class SequenceBlocks:
         self.num_tokens = 0
         """tokens whose KV is written, or will be by a step that is planned"""
         self.unsure = 0
-        """how many of these are drafts that may be wrong: windows do not move on for them"""
+        """how many of these are drafts that may be wrong, or that no state has taken in yet: windows do not move on for
+        them"""
         self.quiet_until = 0
         """up to as many tokens an append changes nothing but `num_tokens`: the last block is its own, and no window has
         moved on by a block"""

@@ -33,11 +33,12 @@ class States:
             size = self._block_size
             blocks.borders = frozenset({prompt_len // size * size, (prompt_len - 1) // size * size, *forks})
 
-    def kept(self, blocks: SequenceBlocks, state: State, have: int, new_entries: int) -> list[bool]:
-        """Of the next entries, which hold a state: the last one, and those at whose end one is wanted."""
-        ends = range((have + 1) * self._block_size, (have + new_entries) * self._block_size, self._block_size)
-        wanted = [end in blocks.borders or end % state.every == 0 for end in ends]
-        return [*wanted, True] if new_entries else []
+    def kept(self, blocks: SequenceBlocks, state: State, have: int, new_entries: int, certain: int) -> list[bool]:
+        """Of the next entries, which hold a state: those in which the sequence may end, with drafts behind as many
+        `certain` tokens, and those at whose end one is wanted."""
+        size = self._block_size
+        ends = range((have + 1) * size, (have + new_entries + 1) * size, size)
+        return [end >= certain or end in blocks.borders or end % state.every == 0 for end in ends]
 
     def take_as(self, pool: BlockPool, first: int) -> int:
         """A free block, or a bundle where that one of either tier's pool is one, held once, for a copy of that one."""
@@ -78,7 +79,7 @@ class States:
 
     def settle(self, blocks: SequenceBlocks) -> None:
         """No step that is being planned computes anything of it."""
-        blocks.settled = blocks.num_tokens
+        blocks.settled = blocks.num_tokens - blocks.unsure
 
     def register(self, blocks: SequenceBlocks, tokens: Tokens[int]) -> None:
         """Those at the ends of blocks. One that is to stay found stays; else it is found until a later one is."""

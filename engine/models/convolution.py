@@ -15,7 +15,7 @@ from engine.models.state_layers import LayerStates, convolved
 class Convolution(nn.Module):
     def __init__(self, spec: ConvFacts, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.facts, self.outputs, self.inputs = spec, spec.channels, 3 * spec.channels
+        self.facts, self.inputs, self.outputs = spec, spec.given_size, spec.channels
         self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
         """the newest input's comes last"""
         self.bias = parameter((spec.channels,), dtype, device) if bias else None

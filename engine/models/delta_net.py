@@ -41,8 +41,7 @@ class LowRankGates(nn.Module):
 class DeltaNet(nn.Module):
     def __init__(self, spec: DeltaSpec, norm_eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.inputs = spec.given_size
-        self.facts, self.outputs, self._norm_eps = spec, spec.value_size, norm_eps
+        self.facts, self.inputs, self.outputs, self._norm_eps = spec, spec.given_size, spec.value_size, norm_eps
         self._decays = spec.decay_size // spec.value_heads
         self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
         """of the convolution of queries, keys and values; the newest input's comes last"""

@@ -41,10 +41,18 @@ def describe_draft(config: SpeculationConfig, target: ModelFacts) -> DraftDescri
     of this target."""
     if config.method not in ("draft_model", "eagle3") or config.model is None:
         return None
+    if config.method == "eagle3" and target.states:
+        raise UnsupportedModelError(
+            f"speculative_config: method eagle3: layers of {target.family} keep states, and heads are not shown "
+            "what is between those yet; use method 'ngram', 'suffix' or 'draft_model'"
+        )
     try:
         if config.method == "eagle3":
             return DraftDescription(path=config.model, head=read_eagle_spec(config.model, target))
         draft = describe(config.model, "native")
+        if draft.facts.states:
+            what = f"layers of {draft.facts.family} keep states"
+            raise UnsupportedModelError(f"model: {config.model}: {what}, which draft models do not yet")
     except (ConfigError, UnsupportedModelError, WeightsError) as error:
         raise type(error)(f"speculative_config: {error}") from error
     if draft.vocab_size != target.vocab_size:

@@ -92,6 +92,11 @@ class ConvFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     channels: int
     taps: int
 
+    @property
+    def given_size(self) -> int:
+        """What is mixed, of a token."""
+        return 3 * self.channels
+
     def state_bytes(self, dtype_bytes: int) -> int:
         """What it keeps of a sequence: the convolution's last inputs, in the model's dtype."""
         return (self.taps - 1) * self.channels * dtype_bytes
@@ -121,6 +126,11 @@ class DeltaFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def channels(self) -> int:
         """Of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def given_size(self) -> int:
+        """What is mixed, of a token."""
+        return self.channels + self.value_size + 2 * self.value_heads
 
     @property
     def matrices(self) -> tuple[int, int, int]:
@@ -155,6 +165,11 @@ class MambaFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def channels(self) -> int:
         """Of the convolution: values, keys and queries."""
         return self.inner_size + 2 * self.groups * self.state_size
+
+    @property
+    def given_size(self) -> int:
+        """What is mixed, of a token."""
+        return self.inner_size + self.channels + self.heads
 
     @property
     def matrices(self) -> tuple[int, int, int]:

@@ -20,8 +20,7 @@ class Mamba(nn.Module):
 
     def __init__(self, spec: MambaSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.inputs = spec.inner_size + spec.channels + spec.heads
-        self.facts, self.outputs = spec, spec.inner_size
+        self.facts, self.inputs, self.outputs = spec, spec.given_size, spec.inner_size
         self.weight = parameter((spec.channels, 1, spec.taps), dtype, device)
         """of the convolution of values, keys and queries; the newest input's comes last"""
         self.bias = parameter((spec.channels,), dtype, device) if spec.conv_bias else None

@@ -63,7 +63,7 @@ class ConvSpec(ConvFacts, frozen=True, kw_only=True):
     @property
     def first_size(self) -> int:
         """Outputs of the first matrix."""
-        return 3 * self.channels
+        return self.given_size
 
     @property
     def last_size(self) -> int:
@@ -158,7 +158,7 @@ class MambaSpec(MambaFacts, frozen=True, kw_only=True):
     @property
     def first_size(self) -> int:
         """Outputs of the first matrix."""
-        return self.inner_size + self.channels + self.heads
+        return self.given_size
 
     @property
     def last_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.kv_budget import DTYPE_BYTES
 from engine.models.facts import ConvFacts, HeadsSpec, ModelFacts, StateFacts
 from engine.models.spec import DecoderSpec
@@ -26,6 +26,8 @@ def estimate_step_bytes(
     scheduler, size = config.scheduler, DTYPE_BYTES[config.model.dtype]
     tokens, samples = scheduler.max_num_batched_tokens, scheduler.max_sampled
     found = estimate_activation_bytes(own, size, tokens, samples if makes_logits else 0)
+    if own.states and scheduler.speculation.num_speculative_tokens:
+        found += _replayed_bytes([each.given_size * size for each in own.states], scheduler)
     if whole is not None:
         found += tokens * _context_row_bytes(whole, own, config.parallel.context, size)
     if exchanged is not None:
@@ -38,6 +40,13 @@ def draft_bytes(draft: ModelFacts, dtype_bytes: int, max_tokens: int, max_sample
     """Of a draft's step, with what the target shows it, and what a head keeps of every row."""
     shown = 4 * draft.hidden_size * dtype_bytes * (max_tokens + max_samples)
     return shown + estimate_activation_bytes(draft, dtype_bytes, max_tokens, max_samples)
+
+
+def _replayed_bytes(rows: list[int], scheduler: SchedulerConfig) -> int:
+    """What layers with states were given for drafts, kept until the next step of the sequence, and what one of them is
+    given there, these before a step's own tokens. `rows`: bytes of a token, of each layer."""
+    drafts = scheduler.max_drafts * scheduler.steps_in_flight
+    return drafts * sum(rows) + (scheduler.max_num_batched_tokens + drafts) * max(rows)
 
 
 def _context_row_bytes(whole: ModelFacts, own: ModelFacts, ranks: int, size: int) -> int:

@@ -337,7 +337,7 @@ class ModelRunner:
         """Hidden states of the real tokens; a graph's are overwritten by the next replay."""
         given = batch.input_ids if self._before is None else self._before.receive(plan.step_id, batch.num_tokens)
         self._observer.mark(step_profile.ATTENTION_PLAN)
-        self._attention.begin_step(batch.attention)
+        self._attention.begin_step(batch.attention, batch.rows)
         if self.adapters is not None:
             self.adapters.begin_step(self._table.adapter_slots, batch.rows)
         self._observer.mark(step_profile.MODEL)

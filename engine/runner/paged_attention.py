@@ -25,7 +25,7 @@ from engine.models.facts import ModelFacts
 from engine.runner.block_copies import independent
 from engine.runner.context import ContextGroup
 from engine.runner.state_caches import StateCaches
-from engine.step import StepPlan
+from engine.step import Rows, StepPlan
 
 
 def attention_layers(
@@ -186,6 +186,7 @@ class PagedAttention:
         """What a step's plan says of blocks, before it is computed."""
         if self.states is not None:
             self.states.place(plan.bundles)
+            self.states.drafts.release(plan.released)
         self.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
         if self.states is not None:
             self.states.clean(plan.cleaned)
@@ -222,11 +223,13 @@ class PagedAttention:
     def _caches_of_both(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kv_caches[0], self._host_caches[0]
 
-    def begin_step(self, batches: Sequence[AttentionBatch]) -> None:
-        """The calls of `attend` that follow belong to these, one for each layer group."""
+    def begin_step(self, batches: Sequence[AttentionBatch], rows: Rows | None = None) -> None:
+        """The calls of `attend` that follow belong to these, one for each layer group. `rows`: the step's, to which
+        those of the states' `mix` belong; None: there are none."""
         self._num_tokens = batches[0].num_tokens
         if self.states is not None:
-            self.states.begin_step(batches[-1])
+            if rows is not None:
+                self.states.begin_step(batches[-1], rows)
         attending = (not isinstance(group.window, State) for group in self._groups)
         self._metadata = [self._metadata_of(batch) for batch in compress(batches, attending)]
 

@@ -107,13 +107,13 @@ def groups_and_layers(config: EngineConfig, parts: RunnerParts) -> tuple[tuple[L
     else:
         groups = group_layers(facts.kept, config.model.max_model_len)
     layers = attention_layers(facts, parts.sinks, parts.latents)
+    if parts.draft is not None:
+        groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)
+        latents = parts.draft.model.latents if isinstance(parts.draft.model, Decoder) else ()
+        layers += attention_layers(parts.draft.facts, latents=latents)
     if parts.state is not None:
         groups = (*groups, LayerGroup((), parts.state))
-    if parts.draft is None:
-        return groups, layers
-    groups = with_layers_behind(groups, len(layers), parts.draft.facts.num_layers)
-    latents = parts.draft.model.latents if isinstance(parts.draft.model, Decoder) else ()
-    return groups, [*layers, *attention_layers(parts.draft.facts, latents=latents)]
+    return groups, layers
 
 
 def samplers_of(

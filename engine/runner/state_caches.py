@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from attention_backends.interface import AttentionBatch
@@ -20,6 +21,8 @@ from engine.kv_cache.block_pool import NO_BLOCK
 from engine.layer_groups import State, state_page, state_starts
 from engine.models.decoder_layer import Mixing
 from engine.models.state_layers import Segment, StateStep
+from engine.runner.state_drafts import Span, StateDrafts
+from engine.step import Rows
 
 
 class _Run(NamedTuple):
@@ -45,6 +48,8 @@ class StateCaches:
         self._runs: list[list[_Run]] = []
         self._blocks = torch.empty(0)
         self._step: StateStep | None = None
+        self._num_tokens = 0
+        self.drafts = StateDrafts()
         self.places: list[StatePlace | None] = []
         """of each layer's states, for native kernels"""
 
@@ -92,16 +97,23 @@ class StateCaches:
             for cache in self._caches:
                 cache[where] = 0
 
-    def begin_step(self, batch: AttentionBatch) -> None:
-        """The calls of `mix` that follow belong to this."""
-        self._step = _plan(batch, batch.block_tables.tolist(), self._taps - 1)
+    def begin_step(self, batch: AttentionBatch, rows: Rows) -> None:
+        """The calls of `mix` that follow belong to this. `batch`: each position that samples is a sequence."""
+        device = batch.block_tables.device
+        last = torch.from_numpy(np.cumsum(np.maximum(rows.samples, 1)) - 1).to(device)
+        tables, spans = batch.block_tables[last].tolist(), self.drafts.begin_step(rows, device)
+        self._num_tokens = rows.num_tokens
+        self._step = _plan(spans, tables, batch.block_size, self._taps - 1, device)
 
     def mix(self, x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
         """`pageloom::mix_states`, bound: shapes as there. Rows of padding become zeros."""
-        step = self._step
+        step, tokens = self._step, self._num_tokens
         assert step is not None
-        tokens = len(step.own)
-        self._layers[layer](x[:tokens], out[:tokens], _OfLayer(self, layer, step))
+        given = self.drafts.with_replayed(x[:tokens], layer)
+        made = out[:tokens] if len(given) == tokens else out.new_empty(len(given), out.size(1))
+        self._layers[layer](given, made, _OfLayer(self, layer, step))
+        if len(given) != tokens:
+            self.drafts.take_own(made, out[:tokens])
         out[tokens:] = 0
 
     def read(self, layer: int, firsts: torch.Tensor) -> torch.Tensor:
@@ -135,25 +147,24 @@ class _OfLayer:
         self._caches.write(self._layer, self.step.written, states)
 
 
-def _plan(batch: AttentionBatch, tables: list[list[int]], before: int) -> StateStep:
-    """`before`: inputs that a state holds."""
-    size, device = batch.block_size, batch.block_tables.device
+def _plan(spans: Sequence[Span], tables: list[list[int]], size: int, before: int, device: torch.device) -> StateStep:
+    """`size`: of a block; `before`: inputs that a state holds."""
     fresh, read, written = list[bool](), list[int](), list[int]()
     past, own, last = list[range](), list[int](), list[range]()
     singles, segments = list[tuple[int, int, int]](), list[Segment]()
     sequences, writes = list[tuple[int, int, int, int]](), list[tuple[int, int]]()
     at = 0  # of all inputs: before each sequence's own come as many as its state holds
-    for row, (query_len, seq_len) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
-        begin = seq_len - query_len
+    for row, (begin, certain, upto) in enumerate(spans):
+        query_len = upto - begin
         fresh.append(begin == 0)
         read.append(tables[row][(begin - 1) // size] if begin else 0)
         past.append(range(at, at + before))
         token = done = len(own)
         own.extend(range(at + before, at + before + query_len))
         sequences.append((token, len(own), read[-1] if begin else -1, len(written)))
-        for block in range(begin // size, -(-seq_len // size)) if query_len else ():
+        for block in range(begin // size, -(-certain // size)) if query_len else ():
             if tables[row][block] != NO_BLOCK:
-                end = min((block + 1) * size, seq_len) - begin
+                end = min((block + 1) * size, certain) - begin
                 segments.append(Segment(row, done, token + end, len(written)))
                 done = token + end
                 writes.append((done, tables[row][block]))

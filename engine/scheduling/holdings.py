@@ -52,10 +52,10 @@ class Holdings:
             room -= sum(own_blocks(follower, seq, self.kv) for follower in seq.followers)
         return room - self._watermark
 
-    def append(self, seq: Sequence, query_len: int) -> Growth | None:
-        """Room for as many tokens more of one that runs; None: there is none."""
+    def append(self, seq: Sequence, query_len: int, drafts: int = 0) -> Growth | None:
+        """Room for as many tokens more of one that runs, and drafts behind them; None: there is none."""
         self.rows.settle_blocks(seq)
-        return self.kv.append(seq.blocks, seq.blocks.num_tokens + query_len)
+        return self.kv.append(seq.blocks, seq.blocks.num_tokens + query_len + drafts, drafts)
 
     def queue(self, leader: Sequence, others: list[Sequence]) -> None:
         leader.status = Status.WAITING
@@ -71,7 +71,7 @@ class Holdings:
         if len(victims) == len(self.running) and latest.group is None:
             victims = [latest]
         for seq in victims:
-            self.rows.settle_blocks(seq)  # without what the step was to compute
+            self.rows.drop_drafts(seq)  # and what the step was to compute
         swapped = False
         try:
             at_rest = latest.group is None or latest.group.at_rest(self.rows.in_flight)
@@ -133,8 +133,6 @@ class Holdings:
             self.rows.reconcile(seq, samples, brought)
             self.kv.trim(seq.blocks, int(self.rows.computed[seq.row]))
             self.rows.room[seq.row] = seq.blocks.quiet_until
-        elif seq.blocks.on_host:
-            self.kv.trim(seq.blocks, seq.blocks.num_tokens - (samples - brought))
 
     def forget(self, seq: Sequence) -> None:
         """What it computed cannot be found. What it found itself can: others, who did not fail, have computed that."""

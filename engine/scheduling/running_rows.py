@@ -20,11 +20,13 @@ from engine.scheduling.sequence import Sequence, Status
 
 
 class RunningRows:
-    def __init__(self, num_rows: int, exact: bool = False, stages: int = 1, row_tokens: int = 1) -> None:
-        """`exact`: nothing is planned of a sequence before it is known how many of its drafts were right. With several
-        `stages` nothing is before its token has arrived, and a step gets a share of those that decode
-        (`micro_batches.py`; `row_tokens` as there)."""
-        self._exact, self._stages, self._row_tokens = exact, stages, row_tokens
+    def __init__(
+        self, num_rows: int, exact: bool = False, stages: int = 1, row_tokens: int = 1, states: bool = False
+    ) -> None:
+        """`exact`: nothing is planned of a sequence before it is known how many of its drafts were right; nor is it
+        where sequences have `states`. With several `stages` nothing is before its token has arrived, and a step gets a
+        share of those that decode (`micro_batches.py`; `row_tokens` as there)."""
+        self._exact, self._stages, self._row_tokens, self._states = exact or states, stages, row_tokens, states
         self.sequences: list[Sequence] = []
         """sorted by key, so the last one is the first to be preempted; changed by `enter` and `leave` alone"""
         self.owners = np.full(num_rows, None, dtype=object)
@@ -48,6 +50,8 @@ class RunningRows:
         """how many its owner's next step computes"""
         self.unsure = np.zeros(num_rows, dtype=np.int32)
         """drafts in flight: `computed` and `known` are that much too large if all are wrong"""
+        self.untaken = np.zeros(num_rows, dtype=np.int32)
+        """of `computed`, drafts of its owner's last step: states take those that were right in with the next one"""
         self.pause = np.zeros(num_rows, dtype=np.int32)
         """steps for which no drafts are looked for"""
         self.looks = np.zeros((num_rows, 2))
@@ -100,7 +104,7 @@ class RunningRows:
         self.entries[row] = 0
         self.owners[row] = self.request_ids[row] = None
         self.ready[row] = False
-        self.drafts[row] = self.unsure[row] = self.pause[row] = self.looks[row] = 0
+        self.drafts[row] = self.unsure[row] = self.untaken[row] = self.pause[row] = self.looks[row] = 0
         for token in seq.stop_token_ids:
             self.stop_tokens[token] -= 1
             if not self.stop_tokens[token]:
@@ -157,7 +161,15 @@ class RunningRows:
 
     def settle_blocks(self, seq: Sequence) -> None:
         """Its blocks hold what it has computed: those that decode are not told at every step."""
-        seq.blocks.num_tokens, seq.blocks.unsure = int(self.computed[seq.row]), int(self.unsure[seq.row])
+        unsure = self.untaken if self._states else self.unsure
+        seq.blocks.num_tokens, seq.blocks.unsure = int(self.computed[seq.row]), int(unsure[seq.row])
+
+    def drop_drafts(self, seq: Sequence) -> None:
+        """What is not certain, or in no state, does not count as computed: the sequence is to leave the device."""
+        self.settle_blocks(seq)
+        self.computed[seq.row] -= seq.blocks.unsure
+        self.unsure[seq.row] = self.untaken[seq.row] = 0
+        self.settle_blocks(seq)
 
     def advance(self, seq: Sequence, query_len: int) -> int:
         """The sequence is in the step that is planned with as many tokens, drafts behind those that are known. Returns
@@ -170,6 +182,7 @@ class RunningRows:
             self.known[row] += samples
             self.drafts[row] = 0
             self.unsure[row] += samples - 1
+            self.untaken[row] = samples - 1
             self.turns[row] = self._turn
             waits = self._stages > 1 or (self.unsure[row] and (self._exact or seq.matcher is not None))
             self.ready[row] = self.known[row] < self.limits[row] and seq.group is None and not waits
@@ -181,6 +194,7 @@ class RunningRows:
         row = seq.row
         self.computed[row] -= samples - brought
         self.unsure[row] -= samples - 1
+        self.untaken[row] -= samples - brought
         self.ready[row] = self.known[row] + brought < self.limits[row]
 
     def watch(self, seq: Sequence) -> None:
@@ -224,7 +238,7 @@ class RunningRows:
         """Rows from `split` are in the step that is planned. Returns what they had computed."""
         computed: np.ndarray = self.computed[rows]
         known = self.known[rows] + 1
-        self.computed[rows], self.known[rows] = computed + 1, known
+        self.computed[rows], self.known[rows], self.untaken[rows] = computed + 1, known, 0
         self.ready[rows] = (known < self.limits[rows]) & (self._stages == 1)
         self.turns[rows] = self._turn
         return computed

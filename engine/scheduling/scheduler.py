@@ -62,7 +62,7 @@ class Scheduler:
         self._config = config
         self._kv = kv
         self._costs = StepCosts()
-        rows = RunningRows(config.max_num_seqs, exact, config.stages, config.row_tokens)
+        rows = RunningRows(config.max_num_seqs, exact, config.stages, config.row_tokens, bool(kv.states.groups))
         self._leases = Leases(kv, connector)
         self._steps = StepsInFlight()
         self._adapted = Adapted(self._steps, adapters)
@@ -227,7 +227,7 @@ class Scheduler:
             drafts = min(int(self._rows.drafts[seq.row]), draft.budget) if seq in draft.tentative else 0
             if drafts > 0:
                 with self._held.failures.isolate(seq):
-                    more = self._held.append(seq, 1 + drafts)
+                    more = self._held.append(seq, 1, drafts)
                     if more is not None:
                         draft.tentative[seq] = (1 + drafts, draft.tentative[seq][1].with_more(more))
                         draft.budget -= drafts

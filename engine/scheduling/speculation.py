@@ -37,8 +37,7 @@ class Speculation:
         """`max_drafts`: of one step."""
         self._held, self._rows = held, held.rows
         self._config = config
-        self._most = 0 if held.kv.states.groups else config.num_speculative_tokens
-        """a state that has taken wrong drafts in cannot go back, so sequences with states have none"""
+        self._most = config.num_speculative_tokens
         self._proposes = config.method is not None
         self._max_drafts = max_drafts
         self._costs = costs

@@ -17,6 +17,7 @@ from engine.models.delta_net import DeltaNet
 from engine.models.mamba import Mamba
 from engine.models.mixers import ConvSpec, DeltaSpec, MambaSpec
 from engine.runner.state_caches import StateCaches
+from engine.step import Rows, ScheduledRow
 
 SIZE, BLOCKS, WIDTHS = 4, 40, (1024, 192, 2048)
 """tokens of a block; blocks; bytes of a page in each cache"""
@@ -74,25 +75,25 @@ class Device:
         order = torch.randperm(pages * BLOCKS, generator=torch.Generator().manual_seed(1)).view(BLOCKS, pages)
         self.states.place(order.tolist())
         self.firsts, self.every = order[:, 0].tolist(), every
+        self.ends: dict[int, int] = {}
+        """of each row: behind how many tokens its state is"""
 
     def table(self, row: int, upto: int) -> list[int]:
         blocks = -(-upto // SIZE)
         kept = [index == blocks - 1 or (index + 1) % self.every == 0 for index in range(8)]
         return [self.firsts[8 * row + index] if its and index < blocks else NO_BLOCK for index, its in enumerate(kept)]
 
-    def step(self, rows: list[tuple[int, int]], x: torch.Tensor, outputs: int) -> torch.Tensor:
+    def step(self, rows: list[tuple[int, int]], x: torch.Tensor, outputs: int, drafts: int = 0) -> torch.Tensor:
+        """`drafts`: how many of each row's tokens are."""
         tables = [self.table(row, before + count) for row, (before, count) in enumerate(rows)]
-        for row, (before, _) in enumerate(rows):
-            if before:  # what the step before has made last stays where it is
-                last = (before - 1) // SIZE
-                tables[row][last] = self.firsts[8 * row + last]
-        batch = SimpleNamespace(
-            block_size=SIZE,
-            block_tables=torch.tensor(tables),
-            query_lens_host=[count for _, count in rows],
-            seq_lens_host=[before + count for before, count in rows],
-        )
-        self.states.begin_step(cast(Any, batch))
+        for row, (before, count) in enumerate(rows):
+            if before:  # what the step before has made last stays where it is, with drafts before those that were right
+                for last in range((self.ends[row] - 1) // SIZE, (before + count - 1) // SIZE):
+                    tables[row][last] = self.firsts[8 * row + last]
+            self.ends[row] = before + count - drafts
+        batch = SimpleNamespace(block_size=SIZE, block_tables=torch.tensor(tables).repeat_interleave(1 + drafts, dim=0))
+        step = Rows.of(ScheduledRow(row, *each, 1 + drafts) for row, each in enumerate(rows))
+        self.states.begin_step(cast(Any, batch), step)
         out = x.new_full((len(x), outputs), 7.0)
         self.states.mix(x, out, 1)
         return out
@@ -132,6 +133,29 @@ def test_a_sequences_bits_do_not_depend_on_how_it_is_cut_into_steps(linear_ops: 
         parts.append(cut.step([(at, count)], x[at : at + count], layer.outputs))
         at += count
     assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("case", ["delta", "delta of whole columns", "mamba", "short"])
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_drafts_that_were_wrong_leave_nothing_and_right_ones_are_taken_in(
+    linear_ops: LinearOps, case: str, native: bool
+) -> None:
+    dtype = torch.bfloat16 if native else torch.float32
+    layer = layer_of(case, dtype)
+    if native:
+        layer.compute_by(linear_ops)
+    right, wrong = torch.randn(2, 2 * 24, layer.inputs, generator=torch.Generator().manual_seed(9)).to(dtype)
+    whole, drafted = Device(layer, dtype, 2), Device(layer, dtype, 2)
+    expected, at = whole.step([(0, 24), (0, 24)], right, layer.outputs).view(2, 24, -1), 3
+    drafted.step([(0, 3), (0, 3)], right.view(2, 24, -1)[:, :3].flatten(0, 1), layer.outputs)
+    for drafts, accepted in ((3, 2), (4, 0), (2, 2), (5, 5), (0, 0), (1, 1), (1, 0), (0, 0)):
+        given = wrong.view(2, 24, -1)[:, at : at + 1 + drafts].clone()
+        given[:, : 1 + accepted] = right.view(2, 24, -1)[:, at : at + 1 + accepted]
+        made = drafted.step([(at, 1 + drafts)] * 2, given.flatten(0, 1), layer.outputs, drafts).view(2, 1 + drafts, -1)
+        found, theirs = made[:, : 1 + accepted], expected[:, at : at + 1 + accepted]
+        assert torch.equal(found, theirs) if native else torch.allclose(found, theirs, rtol=1e-4, atol=1e-4)
+        at += 1 + accepted
+    assert at == 21
 
 
 def test_what_does_not_fit_is_refused(linear_ops: LinearOps) -> None:

@@ -19,7 +19,7 @@ from gguf_models import write_gguf
 from tiny_models import hf_logits, make_model
 
 from engine import LLM, SamplingParams
-from engine.errors import ConfigError, UnsupportedModelError
+from engine.errors import ConfigError
 from engine.llm import RequestOutput
 from engine.models.families.common import Family
 from engine.models.families.registry import FAMILIES
@@ -46,9 +46,6 @@ CASE_OF = {
 """where it is not the family's name"""
 GGUF_CASE_OF = {"llama4_text": "llama4_as_published"}
 """where files say less of a model than its config"""
-STATEFUL = ("bamba", "falcon_h1", "kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2", "lfm2_moe")
-STATEFUL += ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-"""families with layers that keep states"""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 """families that keep latents: `test_greedy_parity.py` has one of them"""
 EXHAUSTIVE = (*LATENT, "bamba", "falcon_h1", "kimi_linear")
@@ -142,10 +139,6 @@ def test_swap(subject: Subject) -> None:
 
 
 def test_speculate(subject: Subject) -> None:
-    if subject.family.name in STATEFUL:
-        with pytest.raises(UnsupportedModelError, match="speculative_config"):
-            subject.run(speculative_config={"method": "ngram"})
-        pytest.skip("refused by name: the page says so")
     _, stats = subject.run(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
     assert stats.drafted_tokens > 0
 
@@ -201,13 +194,10 @@ def table() -> str:
         f"| architecture | {' | '.join(FEATURES)} |",
         f"|{'---|' * (1 + len(FEATURES))}",
     ]
-    stateful = {family.architecture for family in FAMILIES if family.name in STATEFUL}
     for architecture in sorted((family.architecture for family in DECODERS), key=str.lower):
         cells = ["yes"] * len(FEATURES)
         if not _has_gguf(architecture):
             cells[-1] = "–"
-        if architecture in stateful:
-            cells[FEATURES.index("speculate")] = "refused"
         lines.append(f"| {architecture} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -121,7 +121,6 @@ def test_compiled_pieces_give_the_same_tokens(subject: Subject, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("speculative_config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         ("decode_context_parallel_size", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}),
         ("kv_transfer_config", {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}),
     ],

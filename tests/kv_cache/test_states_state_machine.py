@@ -23,7 +23,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
 from engine.kv_cache.swapping import Leaving, blocks_to_swap_in, swap_in, swap_out
 from engine.kv_cache.take_over import take_over
-from engine.layer_groups import State
+from engine.layer_groups import State, pages_of
 
 MAX_QUERY_LEN = 9
 picks = st.integers(0, 5)
@@ -33,7 +33,10 @@ texts = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_QUERY_LEN) | st.int
 class Seq:
     def __init__(self, blocks: SequenceBlocks, tokens: list[int]) -> None:
         self.blocks, self.tokens = blocks, tokens
-        self.computed = blocks.num_tokens
+        self.computed = self.taken = blocks.num_tokens
+        """of these, those that the state has taken in; drafts behind them were right"""
+        self.drafts = 0
+        """of `query`, or of what was computed last"""
         self.growth: Growth = NO_GROWTH
         self.query: list[int] | None = None
         """what the plan computes of it"""
@@ -114,23 +117,29 @@ class States(RuleBasedStateMachine):
 
     def _compute(self, seq: Seq) -> None:
         assert seq.query is not None
-        table, begin, end = seq.blocks.tables[self.group], seq.computed, seq.computed + len(seq.query)
+        table, begin, end = seq.blocks.tables[self.group], seq.taken, seq.computed + len(seq.query)
         known = seq.tokens[:end]
-        assert known[begin:] == seq.query
+        assert known[seq.computed :] == seq.query
         if begin:
             self._reads(table[(begin - 1) // self.size], tuple(known[:begin]))
         for group in range(self.group):
-            for position in range(end) if self.kv.windows[group] is None else range(max(begin - 2, 0), end):
+            first = 0 if self.kv.windows[group] is None else max(seq.computed - 2, 0)
+            for position in range(first, end):
                 page = self.device[seq.blocks.tables[group][position // self.size]]
                 assert isinstance(page, dict)
                 assert page[position % self.size] == tuple(known[: position + 1]), "keys and values are lost"
-        for index in range(begin // self.size, -(-end // self.size)):
+        seq.taken = end - seq.drafts
+        for index in range(begin // self.size, -(-seq.taken // self.size)):
             if table[index] != NO_BLOCK:
-                upto = min((index + 1) * self.size, end)
+                upto = min((index + 1) * self.size, seq.taken)
                 assert self.kv.pool.ref_counts[table[index]] == 1, "a write to a shared state"
                 for part, block in enumerate(self.parts[table[index]]):
                     self.device[block] = (tuple(known[:upto]), part)
-        seq.computed, seq.query = end, None
+        seq.computed, seq.query = end - self.rng.randint(0, seq.drafts), None
+        if seq.drafts:
+            self.done["right"] += seq.computed > seq.taken
+            self.kv.trim(seq.blocks, seq.computed)
+        seq.blocks.unsure = seq.computed - seq.taken
 
     def _reads(self, first: int, tokens: tuple[int, ...]) -> None:
         assert first != NO_BLOCK, "a step begins where no state is kept"
@@ -142,6 +151,11 @@ class States(RuleBasedStateMachine):
     def on_device(self, pick: int) -> Seq | None:
         there = [seq for seq in self.seqs if not seq.blocks.on_host and seq.query is None]
         return there[-1 - pick % len(there)] if there else None
+
+    def at_rest(self, pick: int) -> Seq | None:
+        """Its state has taken all in."""
+        seq = self.on_device(pick)
+        return None if seq is None or seq.taken < seq.computed else seq
 
     @rule(tokens=texts, more=texts, again=st.none() | picks, told=st.booleans())
     def reuse(self, tokens: list[int], more: list[int], again: int | None, told: bool) -> None:
@@ -178,7 +192,8 @@ class States(RuleBasedStateMachine):
     def append_to(self, seq: Seq) -> None:
         """Or the newest others are preempted."""
         query = seq.tokens[seq.computed : seq.computed + self.rng.randint(1, MAX_QUERY_LEN)]
-        while (growth := self.kv.append(seq.blocks, seq.computed + len(query))) is None:
+        seq.drafts = self.rng.choice((0, 0, self.rng.randrange(len(query))))
+        while (growth := self.kv.append(seq.blocks, seq.computed + len(query), seq.drafts)) is None:
             others = [each for each in self.seqs if each is not seq and not each.blocks.on_host and each.query is None]
             if not others:
                 self.end(seq)
@@ -188,12 +203,12 @@ class States(RuleBasedStateMachine):
         seq.query, seq.growth = query, growth
         self.copies += growth.copies
         self.done["copied"] += bool(growth.copies)
-        self.kv.register(seq.blocks, seq.tokens)
+        self.kv.register(seq.blocks, seq.tokens[: seq.computed + len(query) - seq.drafts])
         self.done["append"] += 1
 
     @rule(pick=picks, full=st.none() | st.integers(0, 9))
     def fork(self, pick: int, full: int | None) -> None:
-        seq = self.on_device(pick)
+        seq = self.at_rest(pick)
         if seq is None or len(self.seqs) > 5:
             return
         common = seq.computed if full is None else full * self.size
@@ -209,13 +224,14 @@ class States(RuleBasedStateMachine):
     def take_over(self, pick: int, other: int) -> None:
         """As beams do, which have as many tokens; it goes on at once."""
         self.tell()
-        seq, source = self.on_device(pick), self.on_device(other)
+        seq, source = self.at_rest(pick), self.at_rest(other)
         if seq is None or source is None or seq is source or seq.computed != source.computed:
             return
         growth = take_over(self.kv, seq.blocks, source.blocks)
         self.copies += growth.copies
         self.done["take over"] += 1
         seq.tokens, seq.computed = [*source.tokens[: source.computed], 1], source.computed
+        seq.taken = source.taken
         self.append_to(seq)
         self.tell()
 
@@ -237,7 +253,9 @@ class States(RuleBasedStateMachine):
         self.tell()
         seq = self.on_device(pick)
         if seq is not None and self.kv.host is not None and seq.computed:
-            self.done["swap out"] += swap_out(self.kv, self.kv.host, [Leaving(seq.blocks, seq.computed)])
+            if swap_out(self.kv, self.kv.host, [Leaving(seq.blocks, seq.taken)]):
+                self.done["swap out"] += 1
+                seq.computed, seq.blocks.unsure = seq.taken, 0
             self.tell()
 
     @rule(pick=picks)
@@ -287,7 +305,9 @@ class States(RuleBasedStateMachine):
                 for block in table[start:]
                 if block != NO_BLOCK
             )
-            assert held <= self.kv.blocks_for(max(blocks.num_tokens, 1))
+            drafted = seq.computed - seq.taken + seq.drafts
+            more = pages_of(self.kv.windows[self.group]) * -(-drafted // self.size)
+            assert held <= self.kv.blocks_for(max(blocks.num_tokens, 1)) + more
 
     def teardown(self) -> None:
         if hasattr(self, "kv"):
@@ -297,7 +317,7 @@ class States(RuleBasedStateMachine):
             assert self.kv.pool.num_free == self.kv.pool.num_blocks
 
 
-WANTED = ("append", "copied", "fork", "hit", "preempted", "swap in", "swap out", "take over")
+WANTED = ("append", "copied", "fork", "hit", "preempted", "right", "swap in", "swap out", "take over")
 FEW = settings(max_examples=60, stateful_step_count=60)
 
 

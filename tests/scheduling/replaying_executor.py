@@ -227,6 +227,7 @@ class ReplayingExecutor:
     def _apply(self, plan: StepPlan) -> None:
         for row in plan.released:
             del self.rows[row]
+            self.states.drafts.pop(row, None)
         for new in plan.added:
             assert new.row not in self.rows, "a row was added over one in use"
             tokens = dict(enumerate(new.token_ids))

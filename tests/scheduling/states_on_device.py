@@ -17,17 +17,26 @@ class StatesOnDevice:
         self._size = block_size
         self.bundles: dict[int, list[int]] = {}
         """by their first blocks"""
+        self.drafts: dict[int, tuple[int, list[int]]] = {}
+        """by row, of those of its last step: where the first one was, and what layers were given for them"""
 
     def mix(self, slots: Slots, tables: list[list[int]], row: ScheduledRow, known: list[int]) -> None:
-        """The row reads what the tokens before it have made, and then writes, whatever rows before it have written.
-        `known`: the digest of each token's whole past."""
+        """The row reads what the tokens before it have made, takes in what was right of the drafts of its last step,
+        and then writes, whatever rows before it have written. `known`: the digest of each token's whole past."""
+        begin, drafts = self.drafts.pop(row.row, (row.computed, []))
+        assert 0 <= row.computed - begin <= len(drafts), "a row goes on where it has no state"
+        assert drafts[: row.computed - begin] == known[begin : row.computed], "wrong drafts are taken in"
+        certain = len(known) - max(row.samples - 1, 0)
+        if certain < len(known):
+            self.drafts[row.row] = certain, known[certain:]
         for table in [tables[group] for group in self._groups if row.query_len]:
-            if row.computed:
-                for part, block in enumerate(self.bundles[table[(row.computed - 1) // self._size]]):
-                    assert slots[block] == _state(known[row.computed - 1], part), "a row reads another state"
-            for index in range(row.computed // self._size, -(-len(known) // self._size)):
+            if begin:
+                for part, block in enumerate(self.bundles[table[(begin - 1) // self._size]]):
+                    assert slots[block] == _state(known[begin - 1], part), "a row reads another state"
+            assert table[(certain - 1) // self._size] != NO_BLOCK, "what a row has made is lost"
+            for index in range(begin // self._size, -(-certain // self._size)):
                 if table[index] != NO_BLOCK:
-                    upto = min((index + 1) * self._size, len(known))
+                    upto = min((index + 1) * self._size, certain)
                     for part, block in enumerate(self.bundles[table[index]]):
                         slots[block] = _state(known[upto - 1], part)
 

@@ -11,6 +11,7 @@ from toy_grammars import ToyMatcher
 from toy_model import POISON, generate
 
 from engine.core.wire import BeamParams
+from engine.layer_groups import State, Window
 from engine.scheduling.speculation import Speculation
 from engine.speculation_config import SpeculationConfig
 from engine.step import Rows, ScheduledRow
@@ -24,10 +25,10 @@ def drafted(loop: Loop) -> list[ScheduledRow]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("windows", [(None,), (None, 5)])
+@pytest.mark.parametrize("windows", [(None,), (None, 5), (None, State(2, 8))], ids=["all", "window", "states"])
 @pytest.mark.parametrize(("pads", "exact"), [(False, False), (True, False), (True, True)])
 def test_drafts_bring_the_same_tokens_in_fewer_steps(
-    depth: int, windows: tuple[int | None, ...], pads: bool, exact: bool
+    depth: int, windows: tuple[Window, ...], pads: bool, exact: bool
 ) -> None:
     loop = Loop(depth=depth, drafts=4, windows=windows, pads=pads, exact=exact)
     loop.add("a", PROMPT, 40, stop=[12])

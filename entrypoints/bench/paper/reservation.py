@@ -106,7 +106,7 @@ class ReservingKVCache(KVCache):
         self.pool.num_free -= chunk_size(units)
         self._hold(blocks, +1)
 
-    def append(self, blocks: SequenceBlocks, upto_tokens: int) -> Growth | None:
+    def append(self, blocks: SequenceBlocks, upto_tokens: int, drafts: int = 0) -> Growth | None:
         """All of it is there already."""
         if upto_tokens > blocks.num_blocks * self.block_size:
             raise EngineError(f"{upto_tokens} tokens do not fit a chunk of {blocks.num_blocks} blocks")
