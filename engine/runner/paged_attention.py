@@ -227,9 +227,8 @@ class PagedAttention:
         """The calls of `attend` that follow belong to these, one for each layer group. `rows`: the step's, to which
         those of the states' `mix` belong; None: there are none."""
         self._num_tokens = batches[0].num_tokens
-        if self.states is not None:
-            if rows is not None:
-                self.states.begin_step(batches[-1], rows)
+        if self.states is not None and rows is not None:
+            self.states.begin_step(batches[-1], rows)
         attending = (not isinstance(group.window, State) for group in self._groups)
         self._metadata = [self._metadata_of(batch) for batch in compress(batches, attending)]
 

@@ -220,18 +220,18 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(pick=picks, tokens=tails, wrong=st.integers(0, MAX_QUERY_LEN), swaps=st.booleans())
     def trim(self, pick: int, tokens: list[int], wrong: int, swaps: bool) -> None:
-        """The last ones of what was computed were drafts, and wrong; the sequence may have left for the host since."""
+        """The last ones of what was computed were drafts, and wrong; then the sequence may leave for the host."""
         self.model.between_plans()
         seq = self.any_on_device(pick)
         self.model.between_plans()
         before = len(seq.tokens)
         fits = not seq.known and self.append_to(seq, tokens, known=False)  # drafts are behind what is known
         self.model.between_plans()
-        if fits and swaps:
-            self.swap([seq])
-            self.model.between_plans()
         self.kv.trim(seq.blocks, count := max(len(seq.tokens) - wrong, before))
         self.done["trim"] += self.model.trim(seq, count)
+        if fits and swaps:
+            self.model.between_plans()
+            self.swap([seq])
 
     @precondition(lambda self: self.seqs)
     @rule(pick=picks, preempt=st.booleans(), twice=st.booleans())

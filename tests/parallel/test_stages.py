@@ -57,7 +57,7 @@ def test_stages_give_the_bits_of_the_whole_and_hold_each_weight_once(case: str, 
     try:
         check_stages(spec, 2)
     except UnsupportedModelError as error:
-        assert case.startswith("gemma4")
+        assert case.startswith(("gemma4", "falcon_h1"))
         assert "pipeline_parallel_size (2)" in str(error)
         return
     whole = loaded(path)
