@@ -40,7 +40,8 @@ class Targets:
             found.sort(key=lambda one: one[1].start)
             self.parts[layer] = [Part(layer, index, rows) for index, (_, rows) in enumerate(found)]
             for (name, _), part in zip(found, self.parts[layer], strict=True):
-                names = {name, name.removeprefix(family.prefix)}
+                bare = name.removeprefix(family.prefix)
+                names = {name, bare, f"model.{bare}"}  # the last: where checkpoints call a module otherwise
                 if family.wrapper is not None:
                     names.add(family.wrapper.name_of(name))
                 self.named.update(dict.fromkeys(names, part))

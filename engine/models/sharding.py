@@ -164,7 +164,7 @@ def divided_mixer(mixer: Mixer, shard: Shard) -> Mixer:
     if isinstance(mixer, HeadsSpec):
         return msgspec.structs.replace(mixer, num_heads=own, num_kv_heads=shared)
     if isinstance(mixer, DeltaFacts):
-        if isinstance(mixer, DeltaSpec) and mixer.rank is not None:
+        if isinstance(mixer, DeltaSpec) and mixer.rank is not None and shard.size > 1:
             raise UnsupportedModelError("tensor_parallel_size: Kimi's delta attention is not divided yet; use replicas")
         return msgspec.structs.replace(mixer, value_heads=own, key_heads=shared)
     if isinstance(mixer, MambaSpec) and mixer.normed and 1 < mixer.groups < shard.size:

@@ -27,7 +27,8 @@ def save_adapter(
     layers: Iterable[int] | None = None,
     **config: Any,
 ) -> dict[str, torch.Tensor]:
-    """Of `model`, transformers' own. Returns what it adds to each matrix, by the name of its module."""
+    """Of `model`, transformers' own. `targets`: names of modules, or their last parts. Returns what it adds to each
+    matrix, by the name of its module."""
     path.mkdir(parents=True, exist_ok=True)
     settings = {
         "peft_type": "LORA",
@@ -53,7 +54,7 @@ def save_adapter(
     tensors, added = {}, {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if name.rpartition(".")[2] not in targets or weight is None:
+        if not {name, name.rpartition(".")[2]} & set(targets) or weight is None:
             continue
         if layers is not None and not any(f".{layer}." in name for layer in layers):
             continue

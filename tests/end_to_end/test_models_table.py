@@ -14,13 +14,16 @@ import torch
 from oracle import GreedyOracle, first_difference
 from tiny_families import save_tokenizer
 
-sys.path.append(str(Path(__file__).parents[1] / "models"))
+sys.path += [str(Path(__file__).parents[1] / room) for room in ("models", "adapters")]
 from gguf_models import write_gguf
+from tiny_adapters import merged, request, save_adapter
 from tiny_models import hf_logits, make_model
 
-from engine import LLM, SamplingParams
+from engine import LLM, LoRARequest, SamplingParams
+from engine.adapters.targets import Targets
 from engine.errors import ConfigError
 from engine.llm import RequestOutput
+from engine.models.description import describe
 from engine.models.families.common import Family
 from engine.models.families.registry import FAMILIES
 from engine.models.gguf_config import ARCHITECTURES as GGUF_ARCHITECTURES
@@ -28,7 +31,7 @@ from engine.models.gguf_config import WITH_EXPERTS as GGUF_WITH_EXPERTS
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 DECODERS = [family for family in FAMILIES if family.causal]
-FEATURES = ("parity", "chunked", "prefix", "preempt", "swap", "speculate", "int8", "GGUF")
+FEATURES = ("parity", "chunked", "prefix", "preempt", "swap", "speculate", "int8", "LoRA", "GGUF")
 CASE_OF = {
     "mistral": "mistral_window",
     "gemma2": "gemma2_as_published",
@@ -73,10 +76,16 @@ class Subject:
         self.oracles = [GreedyOracle(self.model, prompts, TOKENS) for prompts in (PROMPTS, CROWD)]
 
     def run(
-        self, *, path: Path | None = None, rounds: int = 1, crowd: bool = False, **settings: Any
+        self,
+        *,
+        path: Path | None = None,
+        rounds: int = 1,
+        crowd: bool = False,
+        adapter: LoRARequest | None = None,
+        **settings: Any,
     ) -> tuple[list[RequestOutput], Any]:
         """What the engine generates (in the last round), checked, and its statistics."""
-        oracle = self.oracles[crowd]
+        oracle = self.oracles[crowd] if adapter is None else GreedyOracle(self.model, PROMPTS, TOKENS)
         options: dict[str, Any] = {"kv_cache_memory": 1 << 26, "dtype": "float32", **settings}
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": prompt} for prompt in oracle.prompts]
@@ -84,7 +93,7 @@ class Subject:
         options = {"max_model_len": LENGTH, "tokenizer": str(self.path), **options}
         with LLM(where, device="cpu", compile="none", **options) as llm:
             for _ in range(rounds):
-                outputs = llm.generate(prompts, params, use_tqdm=False)
+                outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
             stats = llm.stats()
         assert stats.kv_blocks_used == 0
         ours = [list(output.outputs[0].token_ids) for output in outputs]
@@ -159,6 +168,22 @@ def test_int8(subject: Subject) -> None:
     assert sum(errors) < 0.3 * sum(spread)
 
 
+@pytest.mark.exhaustive
+def test_lora(subject: Subject, tmp_path: Path) -> None:
+    """Of every matrix that can be adapted: the tokens of the model with the adapter merged into its weights."""
+    targets = Targets(describe(str(subject.path)).spec)
+    modules = [name for name, _ in subject.model.named_modules() if targets.find(name) is not None]
+    added = save_adapter(tmp_path, subject.model, 3, targets=modules, size=0.1)
+    assert added.keys() == set(modules)
+    plain, _ = subject.run()
+    merged(subject.model, added)
+    try:
+        adapted, _ = subject.run(adapter=request(tmp_path), enable_lora=True)
+    finally:
+        merged(subject.model, added, -1)
+    assert any(a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(plain, adapted, strict=True))
+
+
 def test_gguf(subject: Subject, tmp_path: Path) -> None:
     family = subject.family
     if not _has_gguf(family.architecture):
@@ -183,7 +208,8 @@ def table() -> str:
         "Every cell is a test of `tests/end_to_end/test_models_table.py`, on a tiny model with random weights against",
         "the transformers library: the same greedy tokens in float32, whole and in chunks, with cached prefixes,",
         "preempted and computed again, swapped out and in, with drafts by prompt lookup; log-probabilities near its",
-        "own with int8 weights; and the same tokens from a GGUF file as llama.cpp's converter writes it (– where the",
+        "own with int8 weights; those of the model with an adapter merged into its weights, served as LoRA (attention",
+        "and dense MLPs); and the same tokens from a GGUF file as llama.cpp's converter writes it (– where the",
         "architecture has no name of its own there: a Mistral's file says llama). What has no row here runs through",
         "the library's own module, or is refused by name ([why](../engine/models/fallback/README.md)):",
         "`engine-serve --check MODEL` says whether it is served. Encoders",
