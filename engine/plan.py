@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from engine.adapters.targets import table_bytes
 from engine.config import EngineArgs, EngineConfig, Quantization
 from engine.core.rounds import in_rounds
 from engine.errors import ConfigError, UnsupportedModelError, WeightsError
@@ -150,6 +151,8 @@ class _Fit:
         scheduler, length = config.scheduler, config.model.max_model_len
         ranks = self.ranks(config)
         weights = self.weights(config.model.dtype, config.model.quantization) + self._draft_weights(config)
+        if config.lora is not None and self._model.spec is not None:
+            weights += table_bytes(self._model.spec, config.lora, DTYPE_BYTES[config.model.dtype])
         activations = self._activations(config, self._model.facts)
         workspace = estimate_workspace_bytes(scheduler.max_num_seqs, length, sizes.blocks_of(length))
         block_bytes = sizes.block_bytes

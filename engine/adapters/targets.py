@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from engine.adapters.config import LoRAConfig
 from engine.models.families.registry import family_named
 from engine.models.families.rows import Rows
 from engine.models.mixers import MixerSpec
@@ -54,6 +55,16 @@ class Targets:
     def kinds(self) -> list[str]:
         """The last parts of the names, for messages."""
         return sorted({name.rpartition(".")[2] for name in self.named})
+
+
+def table_bytes(spec: DecoderSpec, config: LoRAConfig, dtype_bytes: int) -> int:
+    """Of the factors that all slots have room for."""
+    targets = Targets(spec)
+    values = sum(
+        len(parts) * targets.inputs[layer] + sum(part.rows.count for part in parts)
+        for layer, parts in targets.parts.items()
+    )
+    return config.max_loras * config.max_lora_rank * values * dtype_bytes
 
 
 def _layers(spec: DecoderSpec) -> dict[str, int]:

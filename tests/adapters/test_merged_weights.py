@@ -10,11 +10,19 @@ import torch
 from tiny_adapters import ALL, merged, request, save_adapter
 from tiny_families import save_tiny
 
-from engine import LLM, BeamSearchParams, SamplingParams
+from engine import LLM, BeamSearchParams, EngineArgs, SamplingParams
+from engine.adapters.config import LoRAConfig
+from engine.adapters.linear import Adapted
+from engine.adapters.tables import AdapterTables
+from engine.adapters.targets import table_bytes
 from engine.errors import ConfigError, InvalidRequestError
+from engine.models.decoder import Decoder
+from engine.models.description import describe
+from engine.plan import plan_of
 
 PROMPT = [5 + (7 * i * i) % 90 for i in range(40)]
 GENERATED = 12
+LORA: list[dict[str, Any]] = [{}, {"enable_lora": True, "max_lora_rank": 16, "max_loras": 3}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True, detokenize=False)
 
 
@@ -128,6 +136,17 @@ def test_what_cannot_be_loaded_fails_alone(llama: tuple[Path, list[Path], list[l
         bad, good = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=adapters)
         assert bad.outputs[0].finish_reason == "error" and "no adapter_config.json" in str(bad.outputs[0].stop_reason)
         assert list(good.outputs[0].token_ids) == expected[1]
+
+
+def test_memory_for_slots_is_counted_before_it_is_taken(llama: tuple[Path, list[Path], list[list[int]]]) -> None:
+    spec = describe(str(llama[0])).spec
+    assert spec is not None
+    config, model = LoRAConfig(max_lora_rank=16, max_loras=3, max_cpu_loras=3), Decoder(spec, dtype=torch.float32)
+    AdapterTables(model, spec, config, 8)
+    found = sum(layer.a.nbytes + layer.b.nbytes for layer in model.modules() if isinstance(layer, Adapted))
+    assert found == table_bytes(spec, config, 4) > 0
+    plans = [plan_of(EngineArgs(model=str(llama[0]), device="cpu", dtype="float32", **lora)) for lora in LORA]
+    assert plans[1].weight_bytes - plans[0].weight_bytes == table_bytes(spec, config, 4)
 
 
 def test_settings_that_mean_nothing_are_refused(llama: tuple[Path, list[Path], list[list[int]]]) -> None:
