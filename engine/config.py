@@ -186,9 +186,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     )
     max_lora_rank: Annotated[int | None, _about("largest rank of an adapter; default: 16")] = None
     max_loras: Annotated[int | None, _about("adapters that rows of one step may have; default: 8")] = None
-    max_cpu_loras: Annotated[
-        int | None, _about("adapters that are kept as they were read; default: four times max_loras")
-    ] = None
+    max_cpu_loras: Annotated[int | None, _about("adapters that are kept as they were read; default: max_loras")] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0
     speculative_config: Annotated[
         dict[str, object],

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
+from engine.errors import ConfigError
 from engine.models.layers import LayerNorm, Linear, Norm, finished
 from engine.models.packed import ActivatedLinear, JoinedLinear, PackedLinear
 from engine.models.spec import Activation
@@ -35,8 +36,9 @@ def add_adapters(
     if not count:
         return
     slots, order = step[1 : 1 + most], step[1 + most : 1 + most + count].long()
+    order = order[order < len(y)]  # whoever tries a piece while a step runs meets that step's rows
     of_rows = slots[order]
-    for slot in sorted(set(of_rows.tolist())):
+    for slot in sorted(set(of_rows.tolist()) - {-1}):
         rows = order[of_rows == slot]
         given, start = x[rows].float(), 0
         made = y[rows].float()
@@ -139,9 +141,12 @@ class AdaptedPacked(Adapted):
 
 
 def adapted(linear: nn.Module, place: Place) -> Adapted:
+    """Raises ConfigError."""
     if type(linear) is PackedLinear and not linear.wide:
         namespace = getattr(torch.ops, linear.op.namespace)
         return AdaptedPacked(linear, place, namespace.adapted_linear.default)
+    if isinstance(linear, PackedLinear) and linear.gate:
+        raise ConfigError("enable_lora: MLPs whose columns are stored in another order (desc_act) are not adapted yet")
     return AdaptedLinear(linear, place)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from engine.adapters.config import LoRAConfig
 from engine.adapters.request import LoRARequest
@@ -20,8 +21,10 @@ from engine.weights.arranged_source import rows_in_order
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 1 << 20
+_MOST_NUMBER = 1e9
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
-_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+_HEADER_BYTES, _NUMBER_BYTES = 1 << 24, 8
+_FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _NOTHING: dict[str, tuple[object, ...]] = {
     "use_dora": (),
     "use_qalora": (),
@@ -57,7 +60,7 @@ class _Header(NamedTuple):
 
 
 def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConfig | None) -> None:
-    """That they can be loaded, without the numbers. Raises `InvalidRequestError`."""
+    """That they can be loaded. Raises `InvalidRequestError`."""
     assert spec is not None and config is not None
     try:
         AdapterFiles(adapter, Targets(spec), config.max_lora_rank)
@@ -66,34 +69,47 @@ def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConf
 
 
 class AdapterFiles:
-    """An adapter whose files are open: all but the numbers is checked. Raises `ConfigError` and `WeightsError`."""
+    """An adapter, read once, whole, and checked: who writes to its files meanwhile changes nothing of it. Raises
+    `ConfigError` and `WeightsError`."""
 
     def __init__(self, request: LoRARequest, targets: Targets, max_rank: int) -> None:
         path = Path(request.lora_path)
         self._config = path / CONFIG
         self._file = path / WEIGHTS
-        if not self._config.is_file():
+        try:
+            exist = self._config.is_file(), self._file.is_file()
+        except OSError as error:
+            raise ConfigError(f"lora_path cannot be read: {error}") from error
+        if not exist[0]:
             raise ConfigError(f"{path}: no {CONFIG}: not an adapter as PEFT saves it")
         config = read_json_object(self._config, _CONFIG_BYTES)
         self._check(config)
         self._alpha = self._number(config, "lora_alpha")
         self._root = config.get("use_rslora") is True
-        if not self._file.is_file():
+        if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            self._handle: Any = safe_open(str(self._file), framework="pt")
-            self._headers = self._read_headers(targets, max_rank)
+            self._tensors = load(self._read(targets, max_rank))
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error
+        self._headers = self._read_headers(targets, max_rank)
+
+    def _read(self, targets: Targets, max_rank: int) -> bytes:
+        most = _HEADER_BYTES + max_rank * targets.values * _NUMBER_BYTES
+        with self._file.open("rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise WeightsError(f"{self._file}: more than {most} bytes, which adapters of rank {max_rank} have at most")
+        return data
 
     def factors(self, dtype: torch.dtype) -> list[Factors]:
         found = []
         for header in self._headers:
             scale = self._alpha / (math.sqrt(header.rank) if self._root else header.rank)
-            stored = rows_in_order(self._handle.get_tensor(header.b), header.part.rows)
+            stored = rows_in_order(self._tensors[header.b], header.part.rows)
             b = torch.empty(header.rank, header.part.rows.count, dtype=dtype)
             torch.mul((stored if stored.dtype == dtype else stored.float()).T, scale, out=b)
-            found.append(Factors(header.part, self._handle.get_tensor(header.a).to(dtype, copy=True), b))
+            found.append(Factors(header.part, self._tensors[header.a].to(dtype, copy=True), b))
         return found
 
     def _check(self, config: dict[str, object]) -> None:
@@ -107,20 +123,24 @@ class AdapterFiles:
 
     def _number(self, config: dict[str, object], name: str) -> float:
         value = config.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _MOST_NUMBER:
             raise ConfigError(f"{self._config}: {name} must be a number, found {shown(value)}")
         return float(value)
 
     def _read_headers(self, targets: Targets, max_rank: int) -> list[_Header]:
         pairs: dict[str, dict[str, str]] = {}
-        for name in self._handle.keys():  # noqa: SIM118 - not a dict
+        for name in self._tensors:
             match = _NAME.fullmatch(name)
             if match is None:
                 raise WeightsError(f"{self._file}: tensor {shown(name)} is no lora_A or lora_B: it is not supported")
-            pairs.setdefault(match[1], {})[match[2]] = name
+            if pairs.setdefault(match[1], {}).setdefault(match[2], name) != name:
+                raise WeightsError(f"{self._file}: {shown(match[1])} has lora_{match[2]} twice")
         if not pairs:
             raise WeightsError(f"{self._file}: holds no tensors")
-        return [self._header(module, pair, targets, max_rank) for module, pair in sorted(pairs.items())]
+        headers = [self._header(module, pair, targets, max_rank) for module, pair in sorted(pairs.items())]
+        if len({header.part for header in headers}) < len(headers):
+            raise WeightsError(f"{self._file}: a matrix is adapted twice, under several names of its module")
+        return headers
 
     def _header(self, module: str, pair: dict[str, str], targets: Targets, max_rank: int) -> _Header:
         part = targets.find(module)
@@ -131,10 +151,10 @@ class AdapterFiles:
             raise WeightsError(f"{self._file}: {shown(module)} has lora_{next(iter(pair))} alone")
         shapes = {}
         for letter, name in pair.items():
-            found = self._handle.get_slice(name)
-            if found.get_dtype() not in _FLOATING:
-                raise WeightsError(f"{self._file}: tensor {name} is stored as {found.get_dtype()}, not as floats")
-            shapes[letter] = tuple(found.get_shape())
+            found = self._tensors[name]
+            if found.dtype not in _FLOATING:
+                raise WeightsError(f"{self._file}: tensor {name} is stored as {found.dtype}, not as floats")
+            shapes[letter] = tuple(found.shape)
         rank = shapes["A"][0] if shapes["A"] else 0
         expected = {"A": (rank, targets.inputs[part.layer]), "B": (part.rows.count, rank)}
         for letter, name in pair.items():

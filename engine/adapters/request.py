@@ -7,7 +7,7 @@ import msgspec
 
 class LoRARequest(msgspec.Struct, frozen=True):
     """An adapter. Two of them are the same where all three fields are: a directory whose files have changed needs
-    another name or id, or what was loaded of it is served on."""
+    another name or id, for of this one what was read before may be served on, and prefixes are."""
 
     lora_name: str
     lora_int_id: int

@@ -26,7 +26,7 @@ def lora_of(args: EngineArgs, kind: str, model: ModelDescription) -> LoRAConfig 
     _refuse(args, kind, model)
     rank = _within("max_lora_rank", args.max_lora_rank, _RANK, _MOST_RANK)
     slots = _within("max_loras", args.max_loras, _SLOTS, _MOST_SLOTS)
-    kept = args.max_cpu_loras if args.max_cpu_loras is not None else 4 * slots
+    kept = args.max_cpu_loras if args.max_cpu_loras is not None else slots
     if kept < slots:
         raise ConfigError(f"max_cpu_loras ({kept}) must be at least max_loras ({slots})")
     return LoRAConfig(max_lora_rank=rank, max_loras=slots, max_cpu_loras=kept)

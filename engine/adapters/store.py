@@ -60,7 +60,7 @@ class AdapterStore:
                 self._tables.write(slot, self._factors(adapter))
         except EngineError as error:
             self._problems[adapter] = str(error)
-        except Exception as error:
+        except BaseException as error:  # whoever waits must be told, whatever it is
             logger.exception("adapter %r could not be loaded", adapter.lora_name)
             self._problems[adapter] = in_words(error)
 

@@ -39,6 +39,8 @@ class AdapterTables:
 
     def __init__(self, model: Decoder, spec: DecoderSpec, config: LoRAConfig, most_tokens: int) -> None:
         self.num_slots, self.most_kept = config.max_loras, config.max_cpu_loras
+        self.kept_bytes = 0
+        """of factors that are kept beside those in slots, at most"""
         self._max_rank, self._dtype = config.max_lora_rank, model.dtype
         self._targets = Targets(spec)
         self._step = StepAdapters(most_tokens)
@@ -51,6 +53,8 @@ class AdapterTables:
             place = Place(ends, self._step.table, config.max_loras, config.max_lora_rank, model.dtype)
             self._layers[name] = adapted(linear, place)
             setattr(layer, attribute, self._layers[name])
+            size = self._layers[name].a.nbytes + self._layers[name].b.nbytes
+            self.kept_bytes += size // config.max_loras * config.max_cpu_loras
 
     def read(self, adapter: LoRARequest) -> list[Factors]:
         """From its files. Raises `ConfigError` and `WeightsError`."""

@@ -47,6 +47,12 @@ class Targets:
                     names.add(family.wrapper.name_of(name))
                 self.named.update(dict.fromkeys(names, part))
 
+    @property
+    def values(self) -> int:
+        """Numbers of an adapter of rank 1 that changes all."""
+        sizes = ((len(parts) * self.inputs[layer], parts) for layer, parts in self.parts.items())
+        return sum(inputs + sum(part.rows.count for part in parts) for inputs, parts in sizes)
+
     def find(self, module: str) -> Part | None:
         """By the name of the module in transformers; None: adapters do not change it here."""
         return self.named.get(module)
@@ -58,13 +64,9 @@ class Targets:
 
 
 def table_bytes(spec: DecoderSpec, config: LoRAConfig, dtype_bytes: int) -> int:
-    """Of the factors that all slots have room for."""
-    targets = Targets(spec)
-    values = sum(
-        len(parts) * targets.inputs[layer] + sum(part.rows.count for part in parts)
-        for layer, parts in targets.parts.items()
-    )
-    return config.max_loras * config.max_lora_rank * values * dtype_bytes
+    """Of the factors that all slots have room for, and of those that are kept beside them."""
+    kept = config.max_loras + config.max_cpu_loras
+    return kept * config.max_lora_rank * Targets(spec).values * dtype_bytes
 
 
 def _layers(spec: DecoderSpec) -> dict[str, int]:

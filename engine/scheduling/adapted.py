@@ -31,7 +31,7 @@ class Adapted:
 
     def __len__(self) -> int:
         """Sequences that wait for an adapter."""
-        return sum(len(samples) for requests in self._waiting.values() for samples in requests)
+        return sum(len(_preparing(samples)) for requests in self._waiting.values() for samples in requests)
 
     @property
     def has_news(self) -> bool:
@@ -89,9 +89,10 @@ class Adapted:
     def _go_on(self) -> None:
         """Whoever waits, in order, as far as there are slots."""
         for adapter in list(self._waiting):
-            requests = [alive for samples in self._waiting[adapter] if (alive := _preparing(samples))]
             if adapter in self._slots.loading:
                 continue
+            requests = [alive for samples in self._waiting[adapter] if (alive := _preparing(samples))]
+            self._waiting[adapter] = requests
             if not requests:
                 del self._waiting[adapter]
             elif self._give(adapter, requests):

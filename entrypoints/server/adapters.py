@@ -7,11 +7,12 @@ import itertools
 from collections.abc import Collection
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import PlainTextResponse
 
 from engine import AsyncEngine, LoRARequest
 from engine.errors import InvalidRequestError
+from entrypoints.server.errors import error_body
 from entrypoints.server.fields import Body
 
 
@@ -49,9 +50,10 @@ class Adapters:
         self._modules[module.name] = module, adapter
 
     def unload(self, name: str) -> None:
-        """Requests that have begun with it end with it. Raises `InvalidRequestError`."""
+        """Requests that have begun with it end with it. Raises `HTTPException` (404)."""
         if self._modules.pop(name, None) is None:
-            raise InvalidRequestError(f"the adapter {name[:100]!r} is not loaded", "lora_name")
+            message = f"the adapter {name[:100]!r} is not loaded"
+            raise HTTPException(404, error_body(message, "invalid_request_error", "lora_name"))
 
     def _check_free(self, name: str) -> None:
         if name in self._modules or name in self._served_names:

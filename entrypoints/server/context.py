@@ -152,6 +152,7 @@ class ServerContext:
     def generate(
         self, prompt: EnginePrompt, params: SamplingParams, body: Queued, request_id: str, *, delta: bool
     ) -> Outputs:
+        self.check_model(body.model, generates=True)  # its adapter may have left since it was first looked at
         stream: AsyncIterator[RequestOutput] = self.engine.generate(
             prompt,
             params,

@@ -92,7 +92,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], l
     return path / "model", places, expected
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": "pieces"}, {"max_loras": 3}])
+@pytest.mark.parametrize("options", [{}, {"compile": "pieces"}, {"max_loras": 3, "in_process": False}])
 def test_adapters_of_many_ranks_share_a_batch(
     llama: tuple[Path, list[Path], list[list[int]]], options: dict[str, Any]
 ) -> None:
@@ -144,7 +144,7 @@ def test_memory_for_slots_is_counted_before_it_is_taken(llama: tuple[Path, list[
     config, model = LoRAConfig(max_lora_rank=16, max_loras=3, max_cpu_loras=3), Decoder(spec, dtype=torch.float32)
     AdapterTables(model, spec, config, 8)
     found = sum(layer.a.nbytes + layer.b.nbytes for layer in model.modules() if isinstance(layer, Adapted))
-    assert found == table_bytes(spec, config, 4) > 0
+    assert 2 * found == table_bytes(spec, config, 4) > 0, "as many are kept as there are slots"
     plans = [plan_of(EngineArgs(model=str(llama[0]), device="cpu", dtype="float32", **lora)) for lora in LORA]
     assert plans[1].weight_bytes - plans[0].weight_bytes == table_bytes(spec, config, 4)
 

@@ -63,6 +63,8 @@ def test_damaged_directories_are_refused(model: tuple[torch.nn.Module, DecoderSp
             check_files(adapter, spec, CONFIG)
 
     refused("no adapter_config.json")
+    with pytest.raises(InvalidRequestError, match="lora_path cannot be read"):
+        check_files(request(tmp_path / ("long" * 100)), spec, CONFIG)
     save_adapter(tmp_path, module, 0)
     check_files(adapter, spec, CONFIG)
     tensors = load_file(weights)
@@ -73,9 +75,19 @@ def test_damaged_directories_are_refused(model: tuple[torch.nn.Module, DecoderSp
     refused("has lora_B alone")
     save_file({**tensors, "base_model.model.lm_head.weight": torch.zeros(1)}, weights)
     refused("no lora_A or lora_B")
+    again = {key.replace("base_model.model.model", "model"): tensor.clone() for key, tensor in tensors.items()}
+    save_file({**tensors, **again}, weights)
+    refused("has lora_. twice")
+    again = {key.replace("base_model.model.model.", ""): tensor.clone() for key, tensor in tensors.items()}
+    save_file({**tensors, **again}, weights)
+    refused("adapted twice")
+    save_file({f"{name}A.weight": torch.zeros(16, 1 << 20)}, weights)
+    refused("more than .* bytes, which adapters of rank 16")
     weights.write_bytes(weights.read_bytes()[:100])
     refused("damaged")
     weights.unlink()
     refused("no adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 10**400}))
+    refused("lora_alpha must be a number")
     (tmp_path / "adapter_config.json").write_text(json.dumps([]))
     refused("not an object")

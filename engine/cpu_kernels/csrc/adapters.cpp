@@ -30,10 +30,11 @@ PAGELOOM_INLINE void dots(const uint16_t* a, const uint16_t* x, int64_t k, float
   }
 }
 
-void shrink(const AdapterProblem& p, int64_t entry, int64_t part, int64_t rank_begin, int64_t rank_end,
+void shrink(const AdapterProblem& p, int64_t row, int64_t part, int64_t rank_begin, int64_t rank_end,
             uint16_t* scratch) {
   const AdapterTables& t = p.tables;
-  const int64_t row = t.order[entry], slot = t.slots[row], k = p.layer.k;
+  const int64_t slot = t.slots[row], k = p.layer.k;
+  if (slot < 0) return;
   const int64_t rank = t.ranks[slot * t.parts + part], end = rank < rank_end ? rank : rank_end;
   if (rank_begin >= end) return;
   const uint16_t* x = p.layer.x + row * p.layer.x_stride;

@@ -31,9 +31,8 @@ inline constexpr int64_t kAdapterRanks = 16;     // of a unit of the first stage
 inline constexpr int64_t kAdapterColumns = 512;  // outputs of a unit of the second stage
 
 struct AdapterKernels {
-  // A x of the row that is number `entry` of those with an adapter: ranks [rank_begin, rank_end) of a part, as far as it
-  // has them. `scratch`: bf16 [k].
-  void (*shrink)(const AdapterProblem&, int64_t entry, int64_t part, int64_t rank_begin, int64_t rank_end,
+  // A x of a row: ranks [rank_begin, rank_end) of a part, as far as its adapter has them. `scratch`: bf16 [k].
+  void (*shrink)(const AdapterProblem&, int64_t row, int64_t part, int64_t rank_begin, int64_t rank_end,
                  uint16_t* scratch);
   // Outputs [begin, end) of a row, at most kAdapterColumns; of a gated layer multiples of 16.
   void (*finish)(const AdapterProblem&, int64_t row, int64_t begin, int64_t end);

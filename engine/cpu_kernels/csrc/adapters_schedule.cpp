@@ -29,7 +29,8 @@ bool shrink_some(Stage& stage, int64_t, Turn& turn) {
   for (int64_t unit; (unit = s.next.fetch_add(1, std::memory_order_relaxed)) < s.units;) {
     const int64_t entry = unit / s.chunks, part = unit % s.chunks % s.problem.tables.parts;
     const int64_t first = unit % s.chunks / s.problem.tables.parts * kAdapterRanks;
-    s.kernels->shrink(s.problem, entry, part, first, first + kAdapterRanks, scratch);
+    const int64_t row = s.problem.tables.order[entry];
+    if (row < s.problem.layer.rows) s.kernels->shrink(s.problem, row, part, first, first + kAdapterRanks, scratch);
     s.finish(1);
     if (!turn.pass()) return false;
   }
@@ -59,11 +60,13 @@ int64_t workers_for(int64_t products, int64_t units, int64_t threads) {
   return ns < kSerialNs ? 1 : std::min({threads, units, ns / (kSerialNs / 2)});
 }
 
-// Of the adapters that rows have.
-int64_t ranks_of(const AdapterTables& t) {
+// Of the adapters that rows have. Whoever tries a piece while a step runs meets that step's rows: none of them is believed.
+int64_t ranks_of(const AdapterTables& t, int64_t rows, int64_t count) {
   int64_t sum = 0;
-  for (int64_t i = 0; i < *t.count; ++i)
-    for (int64_t part = 0; part < t.parts; ++part) sum += t.ranks[t.slots[t.order[i]] * t.parts + part];
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = t.order[i], slot = row < rows ? t.slots[row] : -1;
+    for (int64_t part = 0; slot >= 0 && part < t.parts; ++part) sum += t.ranks[slot * t.parts + part];
+  }
   return sum;
 }
 
@@ -107,9 +110,9 @@ void AdapterStages::add(const LinearLayer& layer, const AdapterTables& tables, L
                     reinterpret_cast<float*>(memory_)};
   finish.problem = shrink.problem;
   shrink.kernels = finish.kernels = adapter_kernels_of(kAuto);
-  const int64_t ranks = ranks_of(tables);
+  const int64_t count = *tables.count, ranks = ranks_of(tables, p.rows, count);
   shrink.chunks = tables.parts * ceil_div(tables.max_rank, kAdapterRanks);
-  shrink.units = *tables.count * shrink.chunks;
+  shrink.units = count * shrink.chunks;
   shrink.workers = workers_for(ranks * p.k, shrink.units, threads_);
   shrink.work = shrink_some;
   finish.chunks = ceil_div(layer.problem.gate == Gate::kNone ? p.n : p.n / 2, kAdapterColumns);
