@@ -176,7 +176,7 @@ class KVCache:
         pool, tables = self.pool, blocks.tables
         size, have = self.block_size, len(tables[0])
         if self.slides:
-            self._give_back(blocks)
+            self.give_back_passed(blocks)
         new_entries = max(-(-upto_tokens // size) - have, 0)
         copied: Tokens[list[int]] = ()
         if upto_tokens > blocks.num_tokens and blocks.num_tokens % size:
@@ -218,7 +218,7 @@ class KVCache:
         slides = [kept_until((start + 1) * self.block_size, window) for window, start in windows if window is not None]
         return min(len(blocks.tables[0]) * self.block_size, *slides)
 
-    def _give_back(self, blocks: SequenceBlocks) -> None:
+    def give_back_passed(self, blocks: SequenceBlocks) -> None:
         """What windows went past. Right while steps in flight read it: whoever gets a block writes later."""
         starts = self._starts(blocks.num_tokens - blocks.unsure)
         for group, _ in self.states.groups:  # what a step has made is still to be registered

@@ -101,7 +101,7 @@ class StateCaches:
         """The calls of `mix` that follow belong to this. `batch`: each position that samples is a sequence."""
         device = batch.block_tables.device
         last = torch.from_numpy(np.cumsum(np.maximum(rows.samples, 1)) - 1).to(device)
-        tables, spans = batch.block_tables[last].tolist(), self.drafts.begin_step(rows, device)
+        tables, spans = batch.block_tables[last].cpu().numpy(), self.drafts.begin_step(rows, device)
         self._num_tokens = rows.num_tokens
         self._step = _plan(spans, tables, batch.block_size, self._taps - 1, device)
 
@@ -147,8 +147,8 @@ class _OfLayer:
         self._caches.write(self._layer, self.step.written, states)
 
 
-def _plan(spans: Sequence[Span], tables: list[list[int]], size: int, before: int, device: torch.device) -> StateStep:
-    """`size`: of a block; `before`: inputs that a state holds."""
+def _plan(spans: Sequence[Span], tables: np.ndarray, size: int, before: int, device: torch.device) -> StateStep:
+    """`tables`: [rows, blocks]; `size`: of a block; `before`: inputs that a state holds."""
     fresh, read, written = list[bool](), list[int](), list[int]()
     past, own, last = list[range](), list[int](), list[range]()
     singles, segments = list[tuple[int, int, int]](), list[Segment]()
@@ -157,18 +157,18 @@ def _plan(spans: Sequence[Span], tables: list[list[int]], size: int, before: int
     for row, (begin, certain, upto) in enumerate(spans):
         query_len = upto - begin
         fresh.append(begin == 0)
-        read.append(tables[row][(begin - 1) // size] if begin else 0)
+        read.append(int(tables[row, (begin - 1) // size]) if begin else 0)
         past.append(range(at, at + before))
         token = done = len(own)
         own.extend(range(at + before, at + before + query_len))
         sequences.append((token, len(own), read[-1] if begin else -1, len(written)))
         for block in range(begin // size, -(-certain // size)) if query_len else ():
-            if tables[row][block] != NO_BLOCK:
+            if (kept := int(tables[row, block])) != NO_BLOCK:
                 end = min((block + 1) * size, certain) - begin
                 segments.append(Segment(row, done, token + end, len(written)))
                 done = token + end
-                writes.append((done, tables[row][block]))
-                written.append(tables[row][block])
+                writes.append((done, kept))
+                written.append(kept)
                 last.append(range(at + end, at + end + before))
         if done < len(own):
             segments.append(Segment(row, done, len(own), -1))

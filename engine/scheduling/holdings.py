@@ -72,6 +72,10 @@ class Holdings:
             victims = [latest]
         for seq in victims:
             self.rows.drop_drafts(seq)  # and what the step was to compute
+            with self.failures.isolate(seq):
+                self.kv.states.settle(seq.blocks)
+                self.make_findable(seq)
+                self.kv.give_back_passed(seq.blocks)
         swapped = False
         try:
             at_rest = latest.group is None or latest.group.at_rest(self.rows.in_flight)
@@ -86,8 +90,6 @@ class Holdings:
             seq.moved = NO_GROWTH  # its copies were made on the way to the host, or its blocks are given back
             if not swapped:
                 with self.failures.isolate(seq):
-                    self.kv.states.settle(seq.blocks)
-                    self.make_findable(seq)
                     self.kv.free(seq.blocks)
         if latest.group is not None:
             latest.group.drop_candidates()

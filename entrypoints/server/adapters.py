@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse
 
 from engine import AsyncEngine, LoRARequest
 from engine.errors import InvalidRequestError
-from entrypoints.server.errors import error_body
+from entrypoints.server.error_shape import error_body
 from entrypoints.server.fields import Body
 
 

@@ -85,8 +85,6 @@ def loops(draw: st.DrawFn) -> Loop:
         )
     )
     stages, drafts = draw(st.sampled_from([1, 1, 1, 2, 3])), draw(st.sampled_from([0, 1, 3, 8]))
-    if state in windows:  # stages are refused there
-        stages = 1
     depth = draw(st.sampled_from([0, 1, 1, 2])) if stages == 1 else stages - 1
     most = max(budget, (depth + 1) * (1 + drafts))
     enough = sum(most_blocks(26, window, block_size, most) for window in windows)

@@ -82,6 +82,7 @@ template <bool kBf16>
 void convolve_as(const MixProblem& p, int64_t s, int64_t begin, int64_t end) {
   const int64_t count = end - begin, before = p.taps - 1;
   const StateSequence& sequence = p.sequences[s];
+  if (sequence.begin == sequence.end) return;
   alignas(64) History h;
   if (sequence.read >= 0)
     read_history<kBf16>(p, sequence.read, begin, count, h);

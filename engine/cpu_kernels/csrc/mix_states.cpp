@@ -321,6 +321,7 @@ void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
 
 void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) {
   const StateSequence& s = p.sequences[sequence];
+  if (s.begin == s.end) return;
   if (s.end - s.begin == 1 && p.values % kMixColumns == 0 && p.values <= kMostOnce) {
     if (column == 0) recur_once(p, sequence, head);
     return;
