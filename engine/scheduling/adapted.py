@@ -27,7 +27,7 @@ class Adapted:
         self._leaving: deque[tuple[int, LoRARequest]] = deque()
         """sequences that have ended, with the step before which all must be complete"""
         self._ready: list[_Samples] = []
-        self._failed: list[tuple[Sequence, str]] = []
+        self._failed: list[tuple[_Samples, str]] = []
 
     def __len__(self) -> int:
         """Sequences that wait for an adapter."""
@@ -84,7 +84,7 @@ class Adapted:
     def take_failed(self) -> list[tuple[Sequence, str]]:
         """One sequence of each request whose adapter cannot be loaded, and why."""
         failed, self._failed = self._failed, []
-        return failed
+        return [(alive[0], problem) for samples, problem in failed if (alive := _preparing(samples))]
 
     def _go_on(self) -> None:
         """Whoever waits, in order, as far as there are slots."""
@@ -124,7 +124,7 @@ class Adapted:
         requests = [alive for samples in self._waiting.pop(adapter, ()) if (alive := _preparing(samples))]
         if problem is not None:
             self._slots.failed(adapter)
-            self._failed += [(samples[0], problem) for samples in requests]
+            self._failed += [(samples, problem) for samples in requests]
             return
         self._slots.loaded(adapter)
         if requests:

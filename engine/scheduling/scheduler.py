@@ -104,8 +104,7 @@ class Scheduler:
             if seq.status is not Status.FINISHED:
                 deltas += self._end_with_error(seq, reason, kind)
         for seq, reason in self._adapted.take_failed():
-            if seq.status is not Status.FINISHED:
-                deltas += self._end_with_error(seq, reason, "invalid")
+            deltas += self._end_with_error(seq, reason, "invalid")
         return deltas
 
     def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:
