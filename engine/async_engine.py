@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from engine.adapters.peft import check_files
 from engine.adapters.request import LoRARequest
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
@@ -270,6 +269,8 @@ class AsyncEngine:
 
     async def check_lora(self, adapter: LoRARequest) -> None:
         """Its files are such that requests may name it. Raises `InvalidRequestError`."""
+        from engine.adapters.peft import check_files  # torch comes with it
+
         engine = await self._started()
         check_adapter(adapter, engine.config.lora is not None, engine.config.limits)
         await asyncio.to_thread(check_files, adapter, engine.model.spec, engine.config.lora)

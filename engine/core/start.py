@@ -9,8 +9,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import cast
 
+from engine.adapters.interface import AdapterLoader
 from engine.adapters.request import LoRARequest
-from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.core.kv_reports import KVEventReports
 from engine.core.loop import STATS_CHANGED, AdapterLoaded, CoreLoop, GrammarCompiled, Inbox, Post
@@ -138,12 +138,14 @@ def _build(
 
 def _adapters(
     config: EngineConfig, executor: Executor, notify: Callable[[LoRARequest], None] | None
-) -> AdapterStore | None:
+) -> AdapterLoader | None:
     if config.lora is None:
         return None
     tables = executor.adapter_tables() if isinstance(executor, HoldsAdapters) else None
     if tables is None:
         raise ConfigError("enable_lora: this executor's adapters are not in the core's process")
+    from engine.adapters.store import AdapterStore  # torch comes with it
+
     return AdapterStore(tables, notify)
 
 

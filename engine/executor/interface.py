@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from engine.adapters.tables import AdapterTables
 from engine.executor.team import Team
 from engine.kv_transfer.memory import KVMemory
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from engine.adapters.tables import AdapterTables
 
 CompileState = Literal["done", "running", "failed"]
 """running: steps are computed eagerly until compiled pieces take over; failed: they stay eager (on a GPU, full

@@ -18,6 +18,7 @@ import torch
 from compilation.behind import CompileJob
 from compilation.interface import CompileReport
 from engine import LLM
+from engine.adapters.tables import AdapterTables
 from engine.config import EngineArgs, EngineConfig
 from engine.core.loop import CoreLoop
 from engine.core.start import build_core
@@ -83,6 +84,10 @@ class TimedRunner:
 
     def compile_job(self) -> CompileJob | None:
         return self.inner.compile_job()
+
+    @property
+    def adapters(self) -> AdapterTables | None:
+        return self.inner.adapters
 
     def compiles_after_ready(self) -> int:
         return self.inner.compiles_after_ready()
