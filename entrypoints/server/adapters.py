@@ -33,10 +33,16 @@ class Adapters:
         self._numbers = itertools.count(1)
         """each name that is loaded has one that no other had: nothing of what was unloaded is found again"""
         self._modules: dict[str, tuple[LoRAModule, LoRARequest]] = {}
+        self._gone: dict[str, None] = {}
+        """names that were unloaded, the last ones last: as many as may be loaded"""
 
     def get(self, name: str | None) -> LoRARequest | None:
         known = self._modules.get(name) if name is not None else None
         return None if known is None else known[1]
+
+    def has_left(self, name: str) -> bool:
+        """It was unloaded."""
+        return name in self._gone
 
     def listed(self) -> list[LoRAModule]:
         return [module for module, _ in self._modules.values()]
@@ -48,12 +54,16 @@ class Adapters:
         await self._engine.check_lora(adapter)
         self._check_free(module.name)
         self._modules[module.name] = module, adapter
+        self._gone.pop(module.name, None)
 
     def unload(self, name: str) -> None:
         """Requests that have begun with it end with it. Raises `HTTPException` (404)."""
         if self._modules.pop(name, None) is None:
             message = f"the adapter {name[:100]!r} is not loaded"
             raise HTTPException(404, error_body(message, "invalid_request_error", "lora_name"))
+        self._gone[name] = None
+        if len(self._gone) > self._engine.config.limits.lora_modules:
+            del self._gone[next(iter(self._gone))]
 
     def _check_free(self, name: str) -> None:
         if name in self._modules or name in self._served_names:

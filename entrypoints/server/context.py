@@ -152,7 +152,8 @@ class ServerContext:
     def generate(
         self, prompt: EnginePrompt, params: SamplingParams, body: Queued, request_id: str, *, delta: bool
     ) -> Outputs:
-        self.check_model(body.model, generates=True)  # its adapter may have left since it was first looked at
+        if body.model is not None and self.adapters.has_left(body.model):  # since it was first looked at
+            raise HTTPException(404, model_not_found(body.model, self.served_name))
         stream: AsyncIterator[RequestOutput] = self.engine.generate(
             prompt,
             params,
