@@ -69,9 +69,11 @@ def compiled_pieces(out: Path) -> set[str]:
 
 @pytest.mark.timeout(120)
 def test_parts_that_time_is_too_short_for_are_reported_as_skipped(tmp_path: Path) -> None:
-    done, document = run_suite(tmp_path, "--only", "machine,models,engine-8b-full", "--minutes", "0.05", timeout_s=100)
+    done, document = run_suite(
+        tmp_path, "--only", "machine,models-1,engine-8b-full", "--minutes", "0.05", timeout_s=100
+    )
     assert problems(document) == []
-    for name in ("machine", "models", "engine-8b-full"):
+    for name in ("machine", "models-1", "engine-8b-full"):
         assert document["parts"][name]["status"] == "skipped"
         assert document["parts"][name]["reason"] == "no time"
     assert done.returncode == 0
@@ -109,7 +111,7 @@ class FakeSuite:
     def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.out = out
         (out / "part.py").write_text(FAKE_PART)
-        parts = [replace(part_named(name), need_s=0.0, limit_s=60.0) for name in ("machine", "models", "sampler")]
+        parts = [replace(part_named(name), need_s=0.0, limit_s=60.0) for name in ("machine", "models-1", "sampler")]
         monkeypatch.setattr(launch, "chosen", lambda only: parts)
 
     def run(self, doing: dict[str, str], minutes: float = 5.0, sources: str = "one") -> tuple[list[str], Any]:
@@ -128,7 +130,7 @@ def fake_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSuite:
 
 
 def statuses(document: Any) -> list[str]:
-    return [document["parts"][name]["status"] for name in ("machine", "models", "sampler")]
+    return [document["parts"][name]["status"] for name in ("machine", "models-1", "sampler")]
 
 
 def test_a_suite_that_is_cut_off_keeps_what_it_has_and_the_next_goes_on(
@@ -136,32 +138,32 @@ def test_a_suite_that_is_cut_off_keeps_what_it_has_and_the_next_goes_on(
 ) -> None:
     def sleep(seconds: float) -> None:
         time.sleep(seconds)
-        path = fake_suite.out / "parts" / "models.jsonl"
+        path = fake_suite.out / "parts" / "models-1.jsonl"
         if path.is_file() and path.read_text():
             raise SystemExit  # as SIGTERM does
 
     monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
-    asked, document = fake_suite.run({"models": "hangs"})
-    assert asked == ["machine", "models"] and statuses(document) == ["passed", "cut off", "not run yet"]
-    assert document["parts"]["models"]["checks"]["passed"] == 1 and not document["finished"]
+    asked, document = fake_suite.run({"models-1": "hangs"})
+    assert asked == ["machine", "models-1"] and statuses(document) == ["passed", "cut off", "not run yet"]
+    assert document["parts"]["models-1"]["checks"]["passed"] == 1 and not document["finished"]
     assert problems(document) == []
     monkeypatch.setattr(launch, "time", time)
     asked, document = fake_suite.run({})
-    assert asked == ["models", "sampler"] and statuses(document) == ["passed"] * 3
+    assert asked == ["models-1", "sampler"] and statuses(document) == ["passed"] * 3
     assert document["finished"] and document["runs"] == 2
     assert fake_suite.run({})[0] == []
 
 
 def test_a_suite_whose_time_is_over_ends_its_parts_and_the_next_goes_on(fake_suite: FakeSuite) -> None:
-    asked, document = fake_suite.run({"models": "hangs"}, minutes=(launch.REPORT_S + 3) / 60)
-    assert asked[:2] == ["machine", "models"] and statuses(document)[:2] == ["passed", "cut off"]
+    asked, document = fake_suite.run({"models-1": "hangs"}, minutes=(launch.REPORT_S + 3) / 60)
+    assert asked[:2] == ["machine", "models-1"] and statuses(document)[:2] == ["passed", "cut off"]
     assert "left" in table(document).splitlines()[-1]
     assert statuses(fake_suite.run({})[1]) == ["passed"] * 3
 
 
 def test_a_part_that_crashes_has_a_second_chance_and_no_third(fake_suite: FakeSuite) -> None:
-    for again in (["machine", "models", "sampler"], ["models"], []):
-        asked, document = fake_suite.run({"models": "crashes"})
+    for again in (["machine", "models-1", "sampler"], ["models-1"], []):
+        asked, document = fake_suite.run({"models-1": "crashes"})
         assert asked == again and statuses(document) == ["passed", "crashed", "passed"]
 
 
@@ -275,7 +277,7 @@ def test_the_report_is_whole_and_its_table_names_every_selected_part(tmp_path: P
     assert problems(again) == []
     shown = table(again)
     assert all((part.name in shown) == (part.name != "sampler") for part in PARTS)
-    del again["parts"]["models"]
+    del again["parts"]["models-1"]
     again["parts"]["machine"]["status"] = "fine"
     assert problems(again) == ["part machine has status 'fine'", "part models is not reported"]
 

@@ -61,8 +61,8 @@ def run(context: Context) -> None:
                     continue
                 case = Case(device, kind, batch, vocab, history)
                 timing = time_calls(device, case, len(case.logits))
-                busy, kernels = device.busy_ms(lambda case=case: case(0))  # type: ignore[misc]  # bound now
+                profile = device.profile(lambda case=case: case(0))  # type: ignore[misc]  # bound now
                 row = {"kind": kind, "batch": batch, "vocab": vocab, "us": round(timing.median_us, 1)}
-                row |= {"busy_us": round(1e3 * busy, 1), "kernels": kernels}
+                row |= {"busy_us": round(1e3 * profile.busy_ms, 1), "kernels": profile.count}
                 row |= {"host_us": round(host_us(device, lambda case=case: case(0)), 1)}  # type: ignore[misc]
                 context.figure("sampler", row)

@@ -88,6 +88,7 @@ def refused(backend: AttentionBackend | Backends, case: Any) -> bool:
         or (case.window is not None and not able.window)
         or (case.soft_cap is not None and not able.soft_cap)
         or (case.sinks and not able.sinks)
+        or (case.chunk is not None and not able.chunk)
         or (case.graph_size is not None and not able.capture_safe)
     )
 

@@ -83,7 +83,8 @@ def run_marked_tests(context: Context) -> None:
     if not files:
         context.skipped("tests marked gpu", "there are none")
         return
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", "--no-header", *files]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", "--no-header"]
+    command += ["--tb=short", "--show-capture=no", "-W", "ignore", *files]
     if context.dry:
         command.append("--collect-only")
     try:
@@ -94,5 +95,5 @@ def run_marked_tests(context: Context) -> None:
         raise UnavailableError("pytest is not installed")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     context.figure("tests_marked_gpu", counts)
-    tail = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
+    tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
     context.check("tests marked gpu", None if done.returncode == 0 else tail)

@@ -11,8 +11,23 @@ import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
+
+MAX_NAMES, MAX_NAME = 14, 90
+"""of kernels in a profile, and characters of each"""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What kernels and copies did."""
+
+    busy_ms: float
+    """how long some ran; overlaps are counted once"""
+    count: int
+    by_name_ms: dict[str, float]
+    """those that took longest, in sum"""
 
 
 class Device(ABC):
@@ -49,8 +64,11 @@ class Device(ABC):
         """Inside, a hidden wait for the device raises RuntimeError, in every thread."""
 
     @abstractmethod
-    def busy_ms(self, function: Callable[[], object]) -> tuple[float, int]:
-        """Run `function` under a profiler: how long kernels or copies ran (overlaps counted once), and how many."""
+    def waits_are_fine(self) -> None: ...
+
+    @abstractmethod
+    def profile(self, function: Callable[[], object]) -> Profile:
+        """Run `function` under a profiler."""
 
     def release_memory(self) -> None:
         """Give freed memory back, so that the next owner finds it."""
@@ -116,9 +134,13 @@ class CudaDevice(Device):
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            self.waits_are_fine()
 
-    def busy_ms(self, function: Callable[[], object]) -> tuple[float, int]:
+    def waits_are_fine(self) -> None:
+        """An engine with `debug_sync`, whose step began within `sync_is_error`, puts that mode back when it ends."""
+        torch.cuda.set_sync_debug_mode("default")
+
+    def profile(self, function: Callable[[], object]) -> Profile:
         from torch._C._autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
@@ -126,12 +148,14 @@ class CudaDevice(Device):
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             function()
             self.synchronize()
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in profiler.events() or []
-            if event.device_type == DeviceType.CUDA and event.time_range.end > event.time_range.start
-        )
-        return union_length(spans) / 1e3, len(spans)
+        events = [e for e in profiler.events() or [] if e.device_type == DeviceType.CUDA]
+        spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.time_range.end > e.time_range.start)
+        sums: dict[str, float] = {}
+        for event in events:
+            name = event.name[:MAX_NAME]
+            sums[name] = sums.get(name, 0.0) + (event.time_range.end - event.time_range.start) / 1e3
+        longest = sorted(sums, key=lambda name: -sums[name])[:MAX_NAMES]
+        return Profile(union_length(spans) / 1e3, len(spans), {name: sums[name] for name in longest})
 
     def release_memory(self) -> None:
         super().release_memory()
@@ -146,10 +170,10 @@ class DryDevice(CudaDevice):
     def describe(self) -> dict[str, str | int | float]:
         return super().describe() | {"name": "none (dry run on a CPU)"}
 
-    def busy_ms(self, function: Callable[[], object]) -> tuple[float, int]:
+    def profile(self, function: Callable[[], object]) -> Profile:
         started = time.perf_counter()
         function()
-        return 0.9e3 * (time.perf_counter() - started), 1
+        return Profile(0.9e3 * (time.perf_counter() - started), 1, {})
 
 
 def union_length(spans: list[tuple[float, float]]) -> float:

@@ -6,12 +6,17 @@ single steps turned by hand. The engine is not changed for it.
 
 from __future__ import annotations
 
+import cProfile
 import itertools
+import pstats
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +37,8 @@ from engine.runner.step_sampler import no_masks
 from engine.step import RowParams, StepMasks, StepPlan
 from gpu.context import Context
 
+MAX_FUNCTIONS = 24
+
 
 class TimedRunner:
     """`ModelRunner`, and what each `execute` cost its thread."""
@@ -39,6 +46,8 @@ class TimedRunner:
     def __init__(self, inner: ModelRunner) -> None:
         self.inner = inner
         self.execute_us: list[float] = []
+        self.profiler: cProfile.Profile | None = None
+        """watches `execute` while it is there"""
         self._all_captured = threading.Event()
 
     @property
@@ -56,8 +65,9 @@ class TimedRunner:
         return self.warm_up_report
 
     def execute(self, plan: StepPlan, masks: Callable[[], StepMasks] = no_masks) -> Pending:
-        started = time.perf_counter()
-        pending = self.inner.execute(plan, masks)
+        started, profiler = time.perf_counter(), self.profiler
+        with profiler or nullcontext():
+            pending = self.inner.execute(plan, masks)
         self.execute_us.append(1e6 * (time.perf_counter() - started))
         return pending
 
@@ -217,6 +227,19 @@ class SteadyDecode:
             self._client.loop.turn(wait=False)
 
 
+def _host_profile(runner: TimedRunner, decode: SteadyDecode, steps: int) -> dict[str, float]:
+    """Microseconds of a step in the functions that take most, without what they call; the profiler's own are in it."""
+    runner.profiler = profiler = cProfile.Profile()
+    try:
+        decode.steps(steps)
+    finally:
+        runner.profiler = None
+    stats: Any = pstats.Stats(profiler)
+    sums = {f"{Path(file).name}:{line} {name}": own for (file, line, name), (_, _, own, _, _) in stats.stats.items()}
+    longest = sorted(sums, key=lambda name: -sums[name])[:MAX_FUNCTIONS]
+    return {name: round(1e6 * sums[name] / steps, 1) for name in longest}
+
+
 def steady_figures(context: Context, probe: Probe, batch: int, prompt_len: int, vocab: int) -> dict[str, object]:
     """One row: wall time of a step, the device's share of it, and what `execute` costs."""
     count, profiled = (4, 2) if context.dry else (60, 10)
@@ -225,17 +248,20 @@ def steady_figures(context: Context, probe: Probe, batch: int, prompt_len: int, 
         probe.client.runner.execute_us.clear()
         walls = decode.steps(count)
         execute = list(probe.client.runner.execute_us)
-        busy_ms, kernels = context.device.busy_ms(lambda: decode.steps(profiled))
+        profile = context.device.profile(lambda: decode.steps(profiled))
+        host = _host_profile(probe.client.runner, decode, profiled)
     finally:
         decode.leave()
-    wall, busy = statistics.median(walls), busy_ms / profiled
+    wall, busy = statistics.median(walls), profile.busy_ms / profiled
     return {
         "batch": batch,
         "context": prompt_len + 4 + count // 2,
         "step_ms": round(wall, 4),
         "mean_step_ms": round(statistics.fmean(walls), 4),
         "busy_ms": round(busy, 4),
-        "exposed_host_share": round(max(0.0, wall - busy) / wall, 4) if kernels else None,
+        "exposed_host_share": round(max(0.0, wall - busy) / wall, 4) if profile.count else None,
         "execute_host_us": round(statistics.median(execute), 1),
-        "kernels_per_step": round(kernels / profiled, 1),
+        "kernels_per_step": round(profile.count / profiled, 1),
+        "host_us": host,
+        "kernels_us": {name: round(1e3 * ms / profiled, 1) for name, ms in profile.by_name_ms.items()},
     }

@@ -59,10 +59,22 @@ def _attention(name: str) -> Callable[[Context], None]:
     return run
 
 
-def _models(context: Context) -> None:
-    from gpu.check_models import run_parity
+def _models(*names: str) -> Callable[[Context], None]:
+    def run(context: Context) -> None:
+        from gpu.check_models import run_parity
 
-    run_parity(context)
+        run_parity(context, names)
+
+    return run
+
+
+def _server(name: str) -> Callable[[Context], None]:
+    def run(context: Context) -> None:
+        from gpu import check_server
+
+        {"check": check_server.run_server, "load": check_server.run_load}[name](context)
+
+    return run
 
 
 def _graphs(context: Context) -> None:
@@ -157,17 +169,26 @@ def _peer(context: Context) -> None:
     run(context)
 
 
+MODELS: dict[int, tuple[str, ...]] = {
+    1: ("Llama", "Mistral"),
+    2: ("Qwen3", "Gemma2"),
+    3: ("Qwen3Moe", "OPT"),
+    4: ("GptOss", "Qwen2"),
+    5: ("FlexOlmo", "DeepseekV3"),
+}
+"""the tests' tiny families, in parts that run at once"""
 PARTS: tuple[Part, ...] = (
     Part("machine", "preparation", "build", _machine, 5, 60),
     Part("build-cuda", "preparation", "build", _build("cuda"), 10, 150),
     Part("ceilings", "benchmark", "build", _ceilings, 10, 60),
     Part("attention-cuda", "correctness", "check", _attention("cuda"), 20, 220),
-    Part("models", "correctness", "check", _models, 20, 200),
+    *(Part(f"models-{number}", "correctness", "check", _models(*names), 20, 200) for number, names in MODELS.items()),
     Part("graph-modes", "correctness", "check", _graphs, 20, 200),
     Part("no-hidden-wait", "correctness", "check", _sync, 20, 120),
     Part("input-kernels", "correctness", "check", _inputs, 10, 90),
     Part("sampling", "correctness", "check", _sampling, 10, 90),
     Part("products", "correctness", "check", _products("check"), 10, 120),
+    Part("server", "correctness", "check", _server("check"), 20, 150),
     Part("tests-marked-gpu", "correctness", "check", _marked, 10, 150),
     Part("build-flashinfer", "preparation", "check", _build("flashinfer"), 10, 180),
     Part("attention-flashinfer", "correctness", "check", _attention("flashinfer"), 20, 180),
@@ -180,6 +201,7 @@ PARTS: tuple[Part, ...] = (
     Part("engine-8b-full", "benchmark", "measure", _engine("engine-8b-full"), 50, 140),
     Part("engine-8b-piecewise", "benchmark", "measure", _engine("engine-8b-piecewise"), 30, 80),
     Part("engine-0.6b-full", "benchmark", "measure", _engine("engine-0.6b-full"), 30, 90),
+    Part("server-0.6b", "benchmark", "measure", _server("load"), 30, 90),
     Part("cache-kernels", "benchmark", "measure", _cache, 10, 30),
     Part("sampler", "benchmark", "measure", _sampler, 12, 40),
     Part("engine-0.6b-none", "benchmark", "measure", _engine("engine-0.6b-none"), 30, 80),

@@ -35,7 +35,9 @@ def _failed_correctness(document: Document, figures: Figures) -> float | None:
     parts = [p for p in document["parts"].values() if p["kind"] == "correctness"]
     bad = sum(p["status"] in ("failed", "crashed", "timeout") for p in parts)
     unknown = any(p["status"] in ("skipped", "not selected", "not run yet", "cut off") or _cut_short(p) for p in parts)
-    native = [document["parts"][name]["status"] for name in ("attention-cuda", "graph-modes", "models")]
+    native = [
+        p["status"] for n, p in document["parts"].items() if n in ("attention-cuda", "graph-modes") or "models-" in n
+    ]
     return float(bad) if bad or not (unknown or "unavailable" in native) else None
 
 

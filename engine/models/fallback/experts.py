@@ -21,7 +21,7 @@ def experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, factors: to
     inner = expert_linear(rows, ids, getattr(module, name), biases[0], module.is_transposed)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     out = expert_linear(inner, ids, module.down_proj, biases[1], module.is_transposed)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
     weighted: torch.Tensor = (out * factors.reshape(-1, 1)).view(hidden.size(0), choices, -1)
     return weighted.sum(dim=1).to(hidden.dtype)
