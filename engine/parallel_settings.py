@@ -90,7 +90,7 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
     check_library_divided(model.path, config.parallel.tensor)
 
 
-_STATES = ("decode_context_parallel_size", "kv_transfer_config", "device")
+_STATES = ("decode_context_parallel_size", "kv_transfer_config")
 _LATENTS = ("kv_cache_dtype", "decode_context_parallel_size", "device")
 
 

@@ -21,7 +21,7 @@ from compilation.interface import CompiledModel
 from engine.config import EngineConfig
 from engine.models.facts import ModelFacts
 from engine.models.step_memory import estimate_activation_bytes
-from engine.runner.loading import graph_mode
+from engine.runner.loading import graph_mode, is_capture_safe
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,14 @@ RESERVE_BYTES = 256 << 20
 """stays free beside captures: for what libraries and the sampler allocate while serving"""
 
 
-def make_dispatcher(config: EngineConfig, backend: AttentionBackend, error: Exception | None = None) -> Dispatcher:
+def make_dispatcher(
+    config: EngineConfig, backend: AttentionBackend, facts: ModelFacts, error: Exception | None = None
+) -> Dispatcher:
     """With nothing captured yet. `error`: why the model's pieces do not serve on this device; then what serves without
     them, and a warning says so. Raises ConfigError as `graph_mode`."""
-    mode = graph_mode(config.compile.graphs, config.compile.mode, backend)
+    mode = graph_mode(config.compile.graphs, config.compile.mode, backend, facts)
     if error is not None:
-        mode = graph_mode("auto", "none", backend)
+        mode = graph_mode("auto", "none", backend, facts)
         logger.warning(
             "compiled pieces fail on this device; serving goes on with compile='none', graphs=%r, which is slower "
             "(setting both says that this is wanted): %s: %s",
@@ -44,7 +46,7 @@ def make_dispatcher(config: EngineConfig, backend: AttentionBackend, error: Exce
         )
     return Dispatcher(
         mode,
-        backend_capture_safe=backend.capabilities().capture_safe,
+        backend_capture_safe=is_capture_safe(backend, facts),
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
     )

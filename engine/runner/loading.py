@@ -55,23 +55,35 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int],
 """(q, k, v, out, layer index), as `pageloom::attention`"""
 
 
-def graph_mode(asked: GraphMode, compile_mode: CompileMode, backend: AttentionBackend) -> dispatcher.GraphMode:
-    """`auto` becomes all that the compile mode and the attention backend allow.
+def graph_mode(
+    asked: GraphMode, compile_mode: CompileMode, backend: AttentionBackend, facts: ModelFacts
+) -> dispatcher.GraphMode:
+    """`auto` becomes all that the compile mode, the attention backend and the model's layers allow.
 
-    Raises ConfigError for a mode that captures attention of a backend that is not capture-safe.
+    Raises ConfigError for a mode that captures what is not capture-safe.
     """
-    capture_safe = backend.capabilities().capture_safe
+    capture_safe = is_capture_safe(backend, facts)
     if asked == "auto":
         if compile_mode == "pieces":
             return "both" if capture_safe else "piecewise"
         return "full_decode" if capture_safe else "none"
     if asked in ("full_decode", "both") and not capture_safe:
-        instead = "piecewise" if compile_mode == "pieces" else "none"
+        instead = repr("piecewise" if compile_mode == "pieces" else "none")
+        if facts.states:
+            raise ConfigError(
+                f"graphs={asked!r} captures whole steps, but layers of {facts.family} keep states, which are found on "
+                f"the host; use graphs={instead}"
+            )
         raise ConfigError(
             f"graphs={asked!r} captures attention, but attention backend {backend.name!r} is not capture-safe; "
-            f"use graphs={instead!r} or another attention_backend"
+            f"use graphs={instead} or another attention_backend"
         )
     return asked
+
+
+def is_capture_safe(backend: AttentionBackend, facts: ModelFacts) -> bool:
+    """Whether a graph can hold a whole step."""
+    return backend.capabilities().capture_safe and not facts.states
 
 
 class CausalModel(Protocol):
@@ -197,7 +209,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds. Ranks have the
     # same one, so the whole model is asked.
     backend = _backend(config, description.facts, draft, device)
-    graphs = graph_mode(config.compile.graphs, config.compile.mode, backend)
+    graphs = graph_mode(config.compile.graphs, config.compile.mode, backend, facts)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     packer = _packer(config, dtype)
     shown_layers = () if draft is None else draft.shown_layers

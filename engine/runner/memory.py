@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -15,14 +16,15 @@ from engine.models.step_memory import draft_bytes, estimate_step_bytes, logits_b
 from engine.reports import LoadReport
 from engine.runner.loading import CausalModel, RunnerParts, device_of
 from engine.runner.paged_attention import PagedAttention
+from engine.runner.state_caches import StateCaches
 
 
-def activation_bytes(config: EngineConfig, parts: RunnerParts) -> int:
+def activation_bytes(config: EngineConfig, parts: RunnerParts, states: StateCaches | None) -> int:
     """A step's peak in bytes, a draft's included: measured on a CUDA device, else estimated."""
     draft = None if parts.draft is None else parts.draft.facts
     if (device := device_of(config)).type == "cuda":
         tokens, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
-        own = measure_activation_bytes(parts.model, parts.facts, device, tokens, samples)
+        own = measure_activation_bytes(parts.model, parts.facts, device, tokens, samples, states)
         return own if draft is None else own + draft_bytes(draft, parts.dtype.itemsize, tokens, samples)
     return estimate_step_bytes(
         config,
@@ -47,7 +49,7 @@ def load_report(
     before the parts were loaded."""
     return LoadReport(
         weight_bytes=parts.weight_bytes + (parts.draft.weight_bytes if parts.draft else 0),
-        activation_bytes=activation_bytes(config, parts),
+        activation_bytes=activation_bytes(config, parts, attention.states),
         workspace_bytes=table_bytes + attention.workspace_bytes(config.scheduler.max_sampled),
         graph_bytes=graph_bytes,
         block_bytes=attention.block_bytes(config.cache.block_size),
@@ -60,11 +62,17 @@ def load_report(
 
 
 def measure_activation_bytes(
-    model: CausalModel, facts: ModelFacts, device: torch.device, max_tokens: int, max_samples: int
+    model: CausalModel,
+    facts: ModelFacts,
+    device: torch.device,
+    max_tokens: int,
+    max_samples: int,
+    states: StateCaches | None,
 ) -> int:
     """Peak of a real step at the full budget on a CUDA device, with attention left out: its workspace is the backend's.
+    Layers that keep states compute one prompt, then as many sequences as decode at once.
 
-    Leaves the model with a stand-in for attention; the caller binds the real one.
+    Leaves the model with a stand-in for attention and states; the caller binds the real ones.
     """
     model.set_attention(lambda q, k, v, out, layer: _fill_with_zero(out))
     ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
@@ -72,8 +80,14 @@ def measure_activation_bytes(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode():
+        if states is not None:
+            cast(Decoder, model).set_mixing(states.forgetful([max_tokens], device))
         hidden = model(ids, ids)
         model.compute_logits(hidden[:max_samples])
+        if states is not None:
+            decodes = min(max_samples, max_tokens)
+            cast(Decoder, model).set_mixing(states.forgetful([1] * decodes, device))
+            model(ids[:decodes], ids[:decodes])
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.max_memory_allocated(device)) - before
     return max(peak, 0) + logits_bytes(facts.vocab_size, min(max_samples, max_tokens))

@@ -105,8 +105,8 @@ class ModelRunner:
         self._writes = StagedWrites(tables, self._kernels, self._streams, BufferRing(self._streams, 4096, depth))
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
-        self._drafts = self._make_drafts(parts)
-        self._results, self._dispatcher = ResultCopier(self._streams), make_dispatcher(config, parts.backend)
+        self._drafts, self._results = self._make_drafts(parts), ResultCopier(self._streams)
+        self._dispatcher = make_dispatcher(config, parts.backend, parts.facts)
         self._capturer, self._counter = capturer, CompileCounter()
         self._graphs: StepGraphs | None = None
         self._runs_modules = threading.RLock()
@@ -207,7 +207,7 @@ class ModelRunner:
 
     def _leave_pieces(self, error: Exception) -> None:
         self._compiled = self._graphs = None
-        self._dispatcher = make_dispatcher(self._config, self._attention.backend, error)
+        self._dispatcher = make_dispatcher(self._config, self._attention.backend, self._facts, error)
         if taken := list(self._table.prompt_len):  # by a warm-up plan that failed
             self.execute(StepPlan(step_id=-4, released=taken)).wait()
 

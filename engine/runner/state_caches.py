@@ -8,7 +8,7 @@ says, and writes it wherever an entry of a block that it computes in names a bun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -116,6 +116,16 @@ class StateCaches:
             self.drafts.take_own(made, out[:tokens])
         out[tokens:] = 0
 
+    def forgetful(self, lengths: Sequence[int], device: torch.device) -> Callable[..., None]:
+        """What stands for `mix` before there are caches: new sequences of so many tokens, of which nothing is kept."""
+        tables, spans = np.zeros((len(lengths), 1), np.int32), [Span(0, length, length) for length in lengths]
+        step = _plan(spans, tables, max(lengths), self._taps - 1, device)
+
+        def mix(x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
+            self._layers[layer](x, out, _Forgotten(step, self._sizes[layer]))
+
+        return mix
+
     def read(self, layer: int, firsts: torch.Tensor) -> torch.Tensor:
         """uint8 [bundles, bytes]"""
         pages = self._blocks[firsts]
@@ -145,6 +155,21 @@ class _OfLayer:
 
     def write(self, states: torch.Tensor) -> None:
         self._caches.write(self._layer, self.step.written, states)
+
+
+class _Forgotten:
+    """A `LayerStates` that keeps nothing."""
+
+    place = None
+
+    def __init__(self, step: StateStep, size_bytes: int) -> None:
+        self.step, self._size = step, size_bytes
+
+    def read(self) -> torch.Tensor:
+        return torch.zeros(len(self.step.read), self._size, dtype=torch.uint8, device=self.step.read.device)
+
+    def write(self, states: torch.Tensor) -> None:
+        """Nobody reads it."""
 
 
 def _plan(spans: Sequence[Span], tables: np.ndarray, size: int, before: int, device: torch.device) -> StateStep:

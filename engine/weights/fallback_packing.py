@@ -219,7 +219,11 @@ def pack_library_experts(whole: PreTrainedModel, packer: DevicePacker) -> None:
 
 def _experts(module: Any, packer: Packer | DevicePacker) -> LibraryExperts | None:
     """Where `module` is one of the library's stacks of gated MLPs with a gate that the kernels have."""
-    if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False) or module.down_proj.dim() != 3:
+    if (
+        not getattr(module, "has_gate", False)
+        or getattr(module, "has_post_expert_norm", False)
+        or module.down_proj.dim() != 3
+    ):
         return None
     gate_up, down = (_stacked(module, name, module.is_transposed) for name in ("gate_up_proj", "down_proj"))
     count, hidden, inner = down.shape

@@ -8,42 +8,12 @@ from typing import Any
 import pytest
 from oracle import GreedyOracle, first_difference
 from test_beam_search import PROMPTS, by_transformers, open_llm, params
+from tiny_families import STATE_FAMILIES as FAMILIES
 from tiny_families import save_tiny
 
 from engine import LLM, SamplingParams
 from engine.errors import UnsupportedModelError
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "Qwen3_5": {
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
-    "GraniteMoeHybrid": {
-        "num_local_experts": 0,
-        "shared_intermediate_size": 96,
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 16,
-        "layer_types": ["mamba", "attention", "mamba"],
-    },
-    "FalconH1": {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "attention_out_multiplier": 0.75},
-    "KimiLinear": {
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 40,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 24,
-        "linear_head_dim": 16,
-        "linear_num_heads": 3,
-        "mlp_layer_types": ["dense", "dense", "dense"],
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
-}
 EXHAUSTIVE = ("FalconH1", "KimiLinear")
 TOKENS = 20
 HEAD = [5 + (11 * i) % 90 for i in range(70)]

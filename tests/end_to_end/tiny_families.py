@@ -51,6 +51,39 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+STATE_FAMILIES: dict[str, dict[str, Any]] = {
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Qwen3_5": {
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "GraniteMoeHybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "FalconH1": {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "attention_out_multiplier": 0.75},
+    "KimiLinear": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 40,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 24,
+        "linear_head_dim": 16,
+        "linear_num_heads": 3,
+        "mlp_layer_types": ["dense", "dense", "dense"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+}
+"""whose layers keep states"""
+
 
 def save_tiny(family: str, path: Path, **changes: Any) -> torch.nn.Module:
     """Write the model and a byte-level tokenizer to `path`; return transformers' module in float32."""

@@ -88,8 +88,10 @@ def save_tiny(family: str, path: Path) -> torch.nn.Module:
     in float32 on the CPU."""
     import transformers
 
-    flags = load_test_module("end_to_end", "tiny_families").TINY_FAMILIES[family]
-    config = getattr(transformers, f"{family}Config")(**{**_TINY, **flags, "head_dim": 64})
+    tiny = load_test_module("end_to_end", "tiny_families")
+    flags = (tiny.TINY_FAMILIES | tiny.STATE_FAMILIES)[family]
+    kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = kind(**{**_TINY, **flags, "head_dim": 64})
     torch.manual_seed(11)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     model.set_attn_implementation("eager")  # type: ignore[operator]  # sdpa leaves soft caps out

@@ -175,6 +175,8 @@ MODELS: dict[int, tuple[str, ...]] = {
     3: ("Qwen3Moe", "OPT"),
     4: ("GptOss", "Qwen2"),
     5: ("FlexOlmo", "DeepseekV3"),
+    6: ("Qwen3_5", "Lfm2"),
+    7: ("GraniteMoeHybrid", "FalconH1"),
 }
 """the tests' tiny families, in parts that run at once"""
 PARTS: tuple[Part, ...] = (
