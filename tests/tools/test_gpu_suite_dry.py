@@ -18,7 +18,7 @@ import torch
 from gpu import launch
 from gpu.bench_engine import VARIANTS, warmed
 from gpu.check_attention import difference
-from gpu.check_graphs import departures
+from gpu.check_graphs import not_greedy
 from gpu.context import load_test_module
 from gpu.device import DryDevice, union_length
 from gpu.parts import PARTS, part_named
@@ -27,7 +27,7 @@ from gpu.targets import TARGETS, judge
 from gpu.timing import time_calls, time_replays
 from gpu.workloads import MIXED_OUTPUT_TOKENS, MIXED_PROMPT_TOKENS, mixed, uniform
 
-from engine.request import CompletionOutput, Logprob, RequestOutput
+from engine.request import Logprob, RequestOutput
 
 SUITE = Path(__file__).parents[2] / "tools" / "gpu_suite.py"
 FAST = ("machine", "ceilings", "input-kernels", "compile-pieces")
@@ -264,10 +264,10 @@ def test_targets_are_judged_by_the_rows_they_are_about() -> None:
 
 def test_correctness_is_not_green_while_a_part_of_it_is_unknown() -> None:
     name = "correctness parts that failed"
-    assert verdicts(document_with({}, models="skipped"))[name] == (None, "not measured")
+    assert verdicts(document_with({}, models_1="skipped"))[name] == (None, "not measured")
     assert verdicts(document_with({}, attention_cuda="unavailable"))[name] == (None, "not measured")
     assert verdicts(document_with({}, attention_flashinfer="unavailable"))[name] == (0, "pass")
-    assert verdicts(document_with({}, models="timeout"))[name] == (1, "fail")
+    assert verdicts(document_with({}, models_1="timeout"))[name] == (1, "fail")
 
 
 def test_the_report_is_whole_and_its_table_names_every_selected_part(tmp_path: Path) -> None:
@@ -279,23 +279,30 @@ def test_the_report_is_whole_and_its_table_names_every_selected_part(tmp_path: P
     assert all((part.name in shown) == (part.name != "sampler") for part in PARTS)
     del again["parts"]["models-1"]
     again["parts"]["machine"]["status"] = "fine"
-    assert problems(again) == ["part machine has status 'fine'", "part models is not reported"]
+    assert problems(again) == ["part machine has status 'fine'", "part models-1 is not reported"]
 
 
-def output_of(token_ids: list[int], logprobs: list[dict[int, float]]) -> RequestOutput:
-    at = [{token: Logprob(value) for token, value in each.items()} for each in logprobs]
-    sample = CompletionOutput(index=0, text="", token_ids=token_ids, logprobs=at, finish_reason="length")
-    return RequestOutput(request_id="0", prompt=None, prompt_token_ids=[1], outputs=[sample], finished=True)
+def test_a_token_that_is_not_greedy_is_excused_only_at_a_tie() -> None:
+    best = {4: -0.1, 5: -0.70, 6: -0.71, 7: -3.0}
 
+    def scored(*tokens: int) -> list[RequestOutput]:
+        """Behind a prompt of two tokens."""
+        at = [{t: Logprob(best[t]) for t in (5, token)} for token in tokens]
+        ids = [4, 4, *tokens]
+        return [
+            RequestOutput(
+                request_id="0",
+                prompt=None,
+                prompt_token_ids=ids,
+                outputs=[],
+                finished=True,
+                prompt_logprobs=[None, {4: Logprob(-9.0), 5: Logprob(-0.7)}, *at],
+            )
+        ]
 
-def test_a_departure_from_eager_is_excused_only_at_a_tie() -> None:
-    eager = [output_of([4, 5], [{4: -0.1}, {5: -0.70, 6: -0.71, 7: -3.0}])] * 8
-    assert departures(eager, eager) == (None, 0)
-    tied, worse, absent = (output_of([4, token], []) for token in (6, 7, 8))
-    assert departures(eager, [tied, *eager[1:]]) == (None, 1)
-    assert "2.300 nats behind" in str(departures(eager, [worse, *eager[1:]])[0])
-    assert "not among eager's best" in str(departures(eager, [absent, *eager[1:]])[0])
-    assert "8 of 8 sequences depart" in str(departures(eager, [tied] * 8)[0])
+    assert not_greedy(scored(5, 5), [[4, 4]]) == (None, 0)
+    assert not_greedy(scored(5, 6), [[4, 4]]) == (None, 1)
+    assert "token 1: 7 is 2.300 nats behind" in str(not_greedy(scored(5, 7), [[4, 4]])[0])
 
 
 def test_a_wrong_attention_output_is_seen() -> None:

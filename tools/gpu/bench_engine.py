@@ -10,7 +10,7 @@ from typing import Literal
 from engine import SamplingParams
 from engine.config import EngineArgs, GraphMode
 from gpu.backends import Backends
-from gpu.ceilings import copy_gb_per_s
+from gpu.ceilings import copy_gb_per_s, matmul_tflop_per_s
 from gpu.context import Context
 from gpu.engine_probe import Probe, open_probe, steady_figures
 from gpu.models import read_config, shape_directory
@@ -82,7 +82,7 @@ def run(context: Context, variant: Variant) -> None:
         )
         decode_steps(context, variant, probe, copy)
         if variant.throughput:
-            throughput(context, variant, probe)
+            throughput(context, variant, probe, copy)
         context.check("nothing compiled after ready", _late_compiles(probe))
     finally:
         probe.close()
@@ -118,16 +118,22 @@ def engine_args(context: Context, variant: Variant, model: str) -> EngineArgs:
     )
 
 
-def decode_steps(context: Context, variant: Variant, probe: Probe, copy_gb: float) -> None:
-    config = read_config(context.scratch / variant.shape)
-    width = 2
-    embedding = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"] * width
-    weights = probe.client.runner.report.weight_bytes - embedding
+def _sizes(context: Context, variant: Variant, probe: Probe) -> tuple[int, int]:
+    """Numbers of the weights that every step reads, and bytes of a token's keys and values."""
+    config, width = read_config(context.scratch / variant.shape), 2
+    embedding = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"]
     token = 2 * width * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return probe.client.runner.report.weight_bytes // width - embedding, token
+
+
+def decode_steps(context: Context, variant: Variant, probe: Probe, copy_gb: float) -> None:
+    vocab = read_config(context.scratch / variant.shape)["vocab_size"]
+    numbers, token = _sizes(context, variant, probe)
+    weights = 2 * numbers
     for batch, prompt_len in (DRY_BATCHES if context.dry else BATCHES).items():
         if context.out_of_time(f"decode step at batch {batch}", 8.0):
             continue
-        row = steady_figures(context, probe, batch, prompt_len, config["vocab_size"])
+        row = steady_figures(context, probe, batch, prompt_len, vocab)
         row |= {"weights_floor_ms": round(weights / copy_gb / 1e6, 4)}
         read = weights + token * batch * int(str(row["context"]))
         row |= {"floor_ms": round(read / copy_gb / 1e6, 4)}
@@ -142,7 +148,19 @@ def workload_of(context: Context, variant: Variant) -> Workload:
     return mixed(256) if variant.shape == "qwen3-0.6b" else uniform(256, 1024, 1024)
 
 
-def throughput(context: Context, variant: Variant, probe: Probe) -> None:
+def _floor_s(context: Context, variant: Variant, probe: Probe, workload: Workload, copy_gb: float) -> float:
+    """What the workload must take: prompts two operations for each of their tokens and numbers of the linear layers, at
+    the rate of a matrix product; answers in as few steps as the longest needs, each of which reads the weights, and the
+    KV of its sequences."""
+    numbers, token_bytes = _sizes(context, variant, probe)
+    prompts = 2 * numbers * workload.prompt_tokens / (matmul_tflop_per_s(context.device) * 1e12)
+    read = max(workload.output_lens) * 2 * numbers
+    for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
+        read += token_bytes * (len(prompt) * length + length * (length + 1) // 2)
+    return prompts + read / (copy_gb * 1e9)
+
+
+def throughput(context: Context, variant: Variant, probe: Probe, copy_gb: float) -> None:
     workload = workload_of(context, variant)
     if context.out_of_time(f"throughput {workload.name}", 5.0 if context.dry else 30.0):
         return
@@ -162,7 +180,9 @@ def throughput(context: Context, variant: Variant, probe: Probe) -> None:
     row = {"workload": workload.name, "prompt_tokens": workload.prompt_tokens, "output_tokens": sum(lengths)}
     row |= {"seconds": round(seconds, 3), "output_tokens_per_s": round(sum(lengths) / seconds, 1)}
     row |= {"total_tokens_per_s": round((sum(lengths) + workload.prompt_tokens) / seconds, 1)}
-    row |= {"preemptions": probe.llm.stats().preemptions}
+    floor = _floor_s(context, variant, probe, workload, copy_gb)
+    row |= {"preemptions": probe.llm.stats().preemptions, "floor_s": round(floor, 2)}
+    row |= {"over_floor": round(seconds / floor, 4)}
     context.figure("throughput", variant.label | row)
 
 

@@ -191,9 +191,9 @@ PARTS: tuple[Part, ...] = (
     Part("sampling", "correctness", "check", _sampling, 10, 90),
     Part("products", "correctness", "check", _products("check"), 10, 120),
     Part("server", "correctness", "check", _server("check"), 20, 150),
-    Part("tests-marked-gpu", "correctness", "check", _marked, 10, 150),
     Part("build-flashinfer", "preparation", "check", _build("flashinfer"), 10, 180),
     Part("attention-flashinfer", "correctness", "check", _attention("flashinfer"), 20, 180),
+    Part("tests-marked-gpu", "correctness", "warm", _marked, 10, 150),
     Part("compile-pieces", "preparation", "warm", _pieces, 30, 240),
     Part("decode-kernels", "benchmark", "measure", _kernels("decode"), 15, 60),
     Part("prefill-kernels", "benchmark", "measure", _kernels("prefill"), 15, 45),
@@ -218,7 +218,7 @@ PARTS: tuple[Part, ...] = (
 )
 STAGES: tuple[tuple[Stage, bool], ...] = (("build", True), ("check", True), ("warm", False), ("measure", False))
 """stage, and whether its parts run together; pieces hold the choice of linear kernels, which is timed, so they are
-compiled alone"""
+compiled alone, and tests ask how much memory of the device they have taken"""
 
 
 def part_named(name: str) -> Part:

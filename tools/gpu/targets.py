@@ -67,7 +67,7 @@ def _piecewise_over_full(document: Document, figures: Figures) -> float | None:
 
 def _throughput(document: Document, figures: Figures) -> float | None:
     rows = _rows(figures, "throughput", shape="qwen3-8b", backend="cuda", graphs="both")
-    return _worst((r["output_tokens_per_s"] for r in rows), max)
+    return _worst((r["over_floor"] for r in rows), min)
 
 
 def _graph_bytes(document: Document, figures: Figures) -> float | None:
@@ -106,7 +106,7 @@ TARGETS: tuple[Target, ...] = (
         "of the step",
         lambda _, f: _step(f, 256, "exposed_host_share", "qwen3-0.6b", "both"),
     ),
-    Target("256 x 1,024/1,024 on the 8B shape", "at least", 9000, "output tokens/s", _throughput),
+    Target("256 x 1,024/1,024 on the 8B shape", "at most", 1.3, "x the floor", _throughput),
     Target("graphs of the 8B shape", "at most", 1.0, "GiB", _graph_bytes),
     Target("hidden waits in a steady decode step", "at most", 0, "modes with one", _hidden_waits),
     Target("the whole suite, over its runs", "at most", 1620, "s", lambda d, _: d["seconds"]),
