@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 ROOMS = (
     "engine.models.kernels",
     "engine.models.product_kernels",
+    "engine.models.state_kernels",
     "engine.parallel.kernels",
     "engine.runner.kernels",
     "engine.sampling.kernels",

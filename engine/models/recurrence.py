@@ -53,9 +53,12 @@ def recur(
     None: without the delta rule.
     """
     made, written = torch.zeros_like(v), state.new_empty(len(step.written), *state.shape[1:])
-    sequence, token, write = step.single
-    some = None if beta is None else beta[token]
-    made[token], written[write] = one_token(q[token], k[token], v[token], log_decay[token], some, state[sequence])
+    if step.kernels is not None:
+        step.kernels.one_token(q, k, v, log_decay, beta, state, step.single, made, written)
+    else:
+        sequence, token, write = step.single
+        some = None if beta is None else beta[token]
+        made[token], written[write] = one_token(q[token], k[token], v[token], log_decay[token], some, state[sequence])
     for each in step.segments:
         at = slice(each.begin, each.end)
         some = None if beta is None else beta[at]

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from engine.cpu_kernels.states import StatePlace
+from engine.models.state_kernels import StateKernels
 
 
 class Segment(NamedTuple):
@@ -42,6 +43,8 @@ class StateStep(NamedTuple):
     sequences: torch.Tensor
     writes: torch.Tensor
     """the same for `NativeMix`"""
+    kernels: StateKernels | None
+    """of a GPU"""
 
 
 class LayerStates(Protocol):

@@ -20,6 +20,7 @@ from engine.errors import EngineError
 from engine.kv_cache.block_pool import NO_BLOCK
 from engine.layer_groups import State, state_page, state_starts
 from engine.models.decoder_layer import Mixing
+from engine.models.state_kernels import PIECE_BYTES, Piece, StateKernels, device_kernels
 from engine.models.state_layers import Segment, StateStep
 from engine.runner.state_drafts import Span, StateDrafts
 from engine.step import Rows
@@ -46,6 +47,9 @@ class StateCaches:
         (self._taps,) = taps
         self._caches: list[torch.Tensor] = []
         self._runs: list[list[_Run]] = []
+        self._pieces: list[torch.Tensor] = []
+        """of each layer, where there are kernels"""
+        self._kernels: StateKernels | None = None
         self._blocks = torch.empty(0)
         self._step: StateStep | None = None
         self._num_tokens = 0
@@ -69,6 +73,10 @@ class StateCaches:
         if starts[-1] > room:
             raise EngineError(f"states of {starts[-1]} bytes do not fit into {self._pages} pages of {room} bytes")
         self._runs = [self._lie(start, size) for start, size in zip(starts, self._sizes)]
+        words = all(run.start % 4 == 0 and run.size % 4 == 0 for runs in self._runs for run in runs)
+        if device.type == "cuda" and words:
+            self._kernels = device_kernels()
+            self._pieces = [self._pieces_of(runs).to(device) for runs in self._runs]
         on_cpu = device.type == "cpu"
         self.places = [StatePlace(self._caches, self._blocks, start) if on_cpu else None for start in starts]
 
@@ -83,6 +91,17 @@ class StateCaches:
                     runs.append(_Run(page, cache, low - at, high - low))
                 at += width
         return runs
+
+    def _pieces_of(self, runs: Sequence[_Run]) -> torch.Tensor:
+        """As kernels have them: int64 [pieces, 5]."""
+        pieces, at = list[Piece](), 0
+        for run in runs:
+            cache = self._caches[run.cache]
+            for done in range(0, run.size, PIECE_BYTES):
+                start, size = cache.data_ptr() + run.start + done, min(PIECE_BYTES, run.size - done)
+                pieces.append(Piece(start, cache.stride(0), run.page, at + done, size))
+            at += run.size
+        return torch.tensor(pieces, dtype=torch.int64)
 
     def place(self, bundles: Sequence[Sequence[int]]) -> None:
         """As many blocks each are a bundle from now on."""
@@ -103,7 +122,8 @@ class StateCaches:
         last = torch.from_numpy(np.cumsum(np.maximum(rows.samples, 1)) - 1).to(device)
         tables, spans = batch.block_tables[last].cpu().numpy(), self.drafts.begin_step(rows, device)
         self._num_tokens = rows.num_tokens
-        self._step = _plan(spans, tables, batch.block_size, self._taps - 1, device)
+        step = _plan(spans, tables, batch.block_size, self._taps - 1, device)
+        self._step = step._replace(kernels=self._kernels)
 
     def mix(self, x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
         """`pageloom::mix_states`, bound: shapes as there. Rows of padding become zeros."""
@@ -128,6 +148,10 @@ class StateCaches:
 
     def read(self, layer: int, firsts: torch.Tensor) -> torch.Tensor:
         """uint8 [bundles, bytes]"""
+        if self._kernels is not None:
+            states = torch.empty(len(firsts), self._sizes[layer], dtype=torch.uint8, device=firsts.device)
+            self._kernels.move(self._pieces[layer], self._blocks, firsts, states, write=False)
+            return states
         pages = self._blocks[firsts]
         parts = [
             self._caches[run.cache][pages[:, run.page], run.start : run.start + run.size] for run in self._runs[layer]
@@ -136,6 +160,9 @@ class StateCaches:
 
     def write(self, layer: int, firsts: torch.Tensor, states: torch.Tensor) -> None:
         """As `read` gives them."""
+        if self._kernels is not None:
+            self._kernels.move(self._pieces[layer], self._blocks, firsts, states.contiguous(), write=True)
+            return
         pages, at = self._blocks[firsts], 0
         for run in self._runs[layer]:
             part = states[:, at : at + run.size]
@@ -215,4 +242,5 @@ def _plan(spans: Sequence[Span], tables: np.ndarray, size: int, before: int, dev
         segments,
         on_device(sequences, -1, 4),
         on_device(writes, -1, 2),
+        None,
     )

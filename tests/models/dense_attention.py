@@ -85,7 +85,7 @@ class _OneState:
         single = torch.zeros(3, int(tokens == 1), dtype=torch.int64)
         past = torch.arange(before)[None]
         self.step = StateStep(
-            one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [], one, one
+            one[:, None] > 0, one, past, own, one, last, single, whole if tokens > 1 else [], one, one, None
         )
 
     def read(self) -> torch.Tensor:

@@ -105,7 +105,12 @@ def _products(name: str) -> Callable[[Context], None]:
     def run(context: Context) -> None:
         from gpu import products
 
-        {"check": products.run_checks, "experts": products.run_experts, "packed": products.run_packed}[name](context)
+        {
+            "check": products.run_checks,
+            "states": products.run_states,
+            "experts": products.run_experts,
+            "packed": products.run_packed,
+        }[name](context)
 
     return run
 
@@ -190,6 +195,7 @@ PARTS: tuple[Part, ...] = (
     Part("input-kernels", "correctness", "check", _inputs, 10, 90),
     Part("sampling", "correctness", "check", _sampling, 10, 90),
     Part("products", "correctness", "check", _products("check"), 10, 120),
+    Part("states", "correctness", "check", _products("states"), 10, 60),
     Part("server", "correctness", "check", _server("check"), 20, 150),
     Part("build-flashinfer", "preparation", "check", _build("flashinfer"), 10, 180),
     Part("attention-flashinfer", "correctness", "check", _attention("flashinfer"), 20, 180),

@@ -68,6 +68,18 @@ def run_checks(context: Context) -> None:
         context.check(f"products: {name}", problem)
 
 
+def run_states(context: Context) -> None:
+    """Part `states`."""
+    cases: Any = load_test_module("models", "interpret_states").CASES
+    for name in cases:
+        problem = None
+        try:
+            cases[name](context.device.torch_device)
+        except AssertionError as error:
+            problem = str(error) or "differs"
+        context.check(f"states: {name}", problem)
+
+
 def run_experts(context: Context) -> None:
     """Part `experts`."""
     copy, peak = copy_gb_per_s(context.device), matmul_tflop_per_s(context.device)
