@@ -185,7 +185,7 @@ class PagedAttention:
     def apply(self, plan: StepPlan) -> None:
         """What a step's plan says of blocks, before it is computed."""
         if self.states is not None:
-            self.states.place(plan.bundles)
+            self.states.place(plan.bundles, plan.block_appends, len(self._groups) - 1)
             self.states.drafts.release(plan.released)
         self.move_blocks(plan.swap_out, plan.swap_in, plan.block_copies)
         if self.states is not None:

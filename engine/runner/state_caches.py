@@ -22,8 +22,8 @@ from engine.layer_groups import State, state_page, state_starts
 from engine.models.decoder_layer import Mixing
 from engine.models.state_kernels import PIECE_BYTES, Piece, StateKernels, device_kernels
 from engine.models.state_layers import Segment, StateStep
-from engine.runner.state_drafts import Span, StateDrafts
-from engine.step import Rows
+from engine.runner.state_drafts import Span, StateDrafts, sent_together
+from engine.step import Rows, Writes
 
 
 class _Run(NamedTuple):
@@ -51,6 +51,8 @@ class StateCaches:
         """of each layer, where there are kernels"""
         self._kernels: StateKernels | None = None
         self._blocks = torch.empty(0)
+        self._tables: dict[int, list[int]] = {}
+        """by row: its blocks, on the host, which plans every step"""
         self._step: StateStep | None = None
         self._num_tokens = 0
         self.drafts = StateDrafts()
@@ -103,24 +105,29 @@ class StateCaches:
             at += run.size
         return torch.tensor(pieces, dtype=torch.int64)
 
-    def place(self, bundles: Sequence[Sequence[int]]) -> None:
-        """As many blocks each are a bundle from now on."""
+    def place(self, bundles: Sequence[Sequence[int]], appends: Writes, group: int) -> None:
+        """As many blocks each are a bundle from now on; and what rows' tables hold of them, as `StepPlan.block_appends`
+        says of all groups."""
         if bundles:
-            rows = torch.tensor(bundles, dtype=torch.int64).to(self._blocks.device)
+            (rows,) = sent_together([np.array(bundles, np.int64)], self._blocks.device)
             self._blocks[rows[:, 0]] = rows
+        at = 0
+        for of, row, start, length in appends.where.T.tolist() if len(appends) else ():
+            if of == group:
+                self._tables[row] = [*self._tables.get(row, [])[:start], *appends.values[at : at + length].tolist()]
+            at += length
 
     def clean(self, blocks: Sequence[int]) -> None:
         """They held states, which read as keys and values may be no numbers."""
         if blocks:
-            where = torch.tensor(blocks, dtype=torch.int64).to(self._blocks.device)
+            (where,) = sent_together([np.array(blocks, np.int64)], self._blocks.device)
             for cache in self._caches:
                 cache[where] = 0
 
     def begin_step(self, batch: AttentionBatch, rows: Rows) -> None:
-        """The calls of `mix` that follow belong to this. `batch`: each position that samples is a sequence."""
+        """The calls of `mix` that follow belong to this."""
         device = batch.block_tables.device
-        last = torch.from_numpy(np.cumsum(np.maximum(rows.samples, 1)) - 1).to(device)
-        tables, spans = batch.block_tables[last].cpu().numpy(), self.drafts.begin_step(rows, device)
+        tables, spans = [self._tables[row] for row in rows.row.tolist()], self.drafts.begin_step(rows, device)
         self._num_tokens = rows.num_tokens
         step = _plan(spans, tables, batch.block_size, self._taps - 1, device)
         self._step = step._replace(kernels=self._kernels)
@@ -138,7 +145,7 @@ class StateCaches:
 
     def forgetful(self, lengths: Sequence[int], device: torch.device) -> Callable[..., None]:
         """What stands for `mix` before there are caches: new sequences of so many tokens, of which nothing is kept."""
-        tables, spans = np.zeros((len(lengths), 1), np.int32), [Span(0, length, length) for length in lengths]
+        tables, spans = [[0]] * len(lengths), [Span(0, length, length) for length in lengths]
         step = _plan(spans, tables, max(lengths), self._taps - 1, device)
 
         def mix(x: torch.Tensor, out: torch.Tensor, layer: int) -> None:
@@ -199,8 +206,10 @@ class _Forgotten:
         """Nobody reads it."""
 
 
-def _plan(spans: Sequence[Span], tables: np.ndarray, size: int, before: int, device: torch.device) -> StateStep:
-    """`tables`: [rows, blocks]; `size`: of a block; `before`: inputs that a state holds."""
+def _plan(
+    spans: Sequence[Span], tables: Sequence[Sequence[int]], size: int, before: int, device: torch.device
+) -> StateStep:
+    """`tables`: blocks of each row; `size`: of a block; `before`: inputs that a state holds."""
     fresh, read, written = list[bool](), list[int](), list[int]()
     past, own, last = list[range](), list[int](), list[range]()
     singles, segments = list[tuple[int, int, int]](), list[Segment]()
@@ -209,13 +218,13 @@ def _plan(spans: Sequence[Span], tables: np.ndarray, size: int, before: int, dev
     for row, (begin, certain, upto) in enumerate(spans):
         query_len = upto - begin
         fresh.append(begin == 0)
-        read.append(int(tables[row, (begin - 1) // size]) if begin else 0)
+        read.append(tables[row][(begin - 1) // size] if begin else 0)
         past.append(range(at, at + before))
         token = done = len(own)
         own.extend(range(at + before, at + before + query_len))
         sequences.append((token, len(own), read[-1] if begin else -1, len(written)))
         for block in range(begin // size, -(-certain // size)) if query_len else ():
-            if (kept := int(tables[row, block])) != NO_BLOCK:
+            if (kept := tables[row][block]) != NO_BLOCK:
                 end = min((block + 1) * size, certain) - begin
                 segments.append(Segment(row, done, token + end, len(written)))
                 done = token + end
@@ -227,20 +236,9 @@ def _plan(spans: Sequence[Span], tables: np.ndarray, size: int, before: int, dev
         elif query_len == 1:
             singles.append((row, token, segments.pop().write))
         at += before + query_len
-
-    def on_device(values: object, *shape: int) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).view(*shape).to(device)
-
-    return StateStep(
-        torch.tensor(fresh, device=device).view(-1, 1),
-        on_device(read, -1),
-        on_device([list(each) for each in past], -1, before),
-        on_device(own, -1),
-        on_device(written, -1),
-        on_device([list(each) for each in last], -1, before),
-        on_device(singles, -1, 3).T,
-        segments,
-        on_device(sequences, -1, 4),
-        on_device(writes, -1, 2),
-        None,
-    )
+    shapes = [(-1, 1), (-1,), (-1, before), (-1,), (-1,), (-1, before), (-1, 3), (-1, 4), (-1, 2)]
+    numbers = [fresh, read, past, own, written, last, singles, sequences, writes]
+    arrays = [np.array(each, np.int64).reshape(shape) for each, shape in zip(numbers, shapes)]
+    arrays[6] = arrays[6].T
+    sent = sent_together(arrays, device)
+    return StateStep(sent[0] > 0, *sent[1:7], segments, *sent[7:], None)  # type: ignore[arg-type,call-arg]  # nine

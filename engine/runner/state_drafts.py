@@ -5,12 +5,21 @@ right, has the layers take these in first, token after token as ever, and throws
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.step import Rows
+
+
+def sent_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int64 arrays of any shapes by one copy, for which nobody waits."""
+    host = torch.from_numpy(np.concatenate([each.reshape(-1) for each in arrays]))
+    sent = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    parts = torch.split(sent, [each.size for each in arrays])
+    return [part.view(each.shape) for part, each in zip(parts, arrays, strict=True)]
 
 
 class Span(NamedTuple):
@@ -74,7 +83,7 @@ class StateDrafts:
                 drafts.extend(range(token - num_drafts, token))
             spans.append(Span(begin, end - num_drafts, end))
         self._pieces = [*pieces, _Piece(None, told, token)] if pieces else []
-        self._drafts = torch.tensor(drafts, dtype=torch.int64).to(device)
+        (self._drafts,) = sent_together([np.array(drafts, np.int64)], device)
         return spans
 
     def with_replayed(self, x: torch.Tensor, layer: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from engine.models.delta_net import DeltaNet
 from engine.models.mamba import Mamba
 from engine.models.mixers import ConvSpec, DeltaSpec, MambaSpec
 from engine.runner.state_caches import StateCaches
-from engine.step import Rows, ScheduledRow
+from engine.step import NO_WRITES, Rows, ScheduledRow, Writes
 
 SIZE, BLOCKS, WIDTHS = 4, 40, (1024, 192, 2048)
 """tokens of a block; blocks; bytes of a page in each cache"""
@@ -73,7 +73,7 @@ class Device:
         self.caches = [torch.zeros(pages * BLOCKS, width, dtype=torch.uint8) for width in WIDTHS]
         self.states.allocate(self.caches)
         order = torch.randperm(pages * BLOCKS, generator=torch.Generator().manual_seed(1)).view(BLOCKS, pages)
-        self.states.place(order.tolist())
+        self.states.place(order.tolist(), NO_WRITES, 0)
         self.firsts, self.every = order[:, 0].tolist(), every
         self.ends: dict[int, int] = {}
         """of each row: behind how many tokens its state is"""
@@ -91,7 +91,8 @@ class Device:
                 for last in range((self.ends[row] - 1) // SIZE, (before + count - 1) // SIZE):
                     tables[row][last] = self.firsts[8 * row + last]
             self.ends[row] = before + count - drafts
-        batch = SimpleNamespace(block_size=SIZE, block_tables=torch.tensor(tables).repeat_interleave(1 + drafts, dim=0))
+        batch = SimpleNamespace(block_size=SIZE, block_tables=torch.empty(0))
+        self.states.place([], Writes.of((0, row, 0, table) for row, table in enumerate(tables)), 0)
         step = Rows.of(ScheduledRow(row, *each, 1 + drafts) for row, each in enumerate(rows))
         self.states.begin_step(cast(Any, batch), step)
         out = x.new_full((len(x), outputs), 7.0)

@@ -17,6 +17,7 @@ from engine.models.recurrence import recur
 from engine.models.state_kernels import device_kernels
 from engine.models.state_layers import StateStep
 from engine.runner.state_caches import StateCaches
+from engine.step import NO_WRITES
 
 SHAPES = ((3, 6, 16, 16), (2, 2, 24, 80), (1, 4, 128, 128), (4, 4, 128, 40))
 """groups, heads, keys, values"""
@@ -32,7 +33,7 @@ def caches_of(sizes: list[int], pages: int, device: torch.device) -> tuple[State
     drawn = [torch.randint(-99, 99, (40, width), generator=generator, dtype=torch.int16) for width in (3000, 9000)]
     caches = [each.view(torch.float16).to(device) for each in drawn]
     states.allocate(caches)
-    states.place([[3, 8, 5, 21], [17, 2, 30, 31], [9, 39, 1, 12]])
+    states.place([[3, 8, 5, 21], [17, 2, 30, 31], [9, 39, 1, 12]], NO_WRITES, 0)
     return states, caches
 
 
