@@ -26,7 +26,7 @@ DRY_BATCHES = {1: 8, 3: 20}
 class Variant:
     """One load of a model and what is measured with it."""
 
-    shape: Literal["qwen3-0.6b", "qwen3-8b"]
+    shape: Literal["qwen3-0.6b", "qwen3-8b", "qwen3.5-0.8b"]
     graphs: GraphMode
     backend: str = "cuda"
     throughput: bool = True
@@ -43,6 +43,7 @@ VARIANTS: dict[str, Variant] = {
     "engine-0.6b-none": Variant("qwen3-0.6b", "none"),
     "engine-0.6b-piecewise": Variant("qwen3-0.6b", "piecewise"),
     "engine-0.6b-flashinfer": Variant("qwen3-0.6b", "both", "flashinfer"),
+    "engine-hybrid": Variant("qwen3.5-0.8b", "piecewise"),
     "engine-8b-none": Variant("qwen3-8b", "none"),
     "engine-8b-flashinfer": Variant("qwen3-8b", "both", "flashinfer"),
     "engine-8b-piecewise-throughput": Variant("qwen3-8b", "piecewise"),
@@ -122,8 +123,20 @@ def _sizes(context: Context, variant: Variant, probe: Probe) -> tuple[int, int]:
     """Numbers of the weights that every step reads, and bytes of a token's keys and values."""
     config, width = read_config(context.scratch / variant.shape), 2
     embedding = 0 if config["tie_word_embeddings"] else config["vocab_size"] * config["hidden_size"]
-    token = 2 * width * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    attending = config.get("layer_types", ["full_attention"] * config["num_hidden_layers"]).count("full_attention")
+    token = 2 * width * attending * config["num_key_value_heads"] * config["head_dim"]
     return probe.client.runner.report.weight_bytes // width - embedding, token
+
+
+def _state_bytes(context: Context, variant: Variant) -> int:
+    """Of a sequence's matrices, which a step reads and writes."""
+    config = read_config(context.scratch / variant.shape)
+    layers = config.get("layer_types", []).count("linear_attention")
+    if not layers:
+        return 0
+    return int(
+        4 * layers * config["linear_num_value_heads"] * config["linear_key_head_dim"] * config["linear_value_head_dim"]
+    )
 
 
 def decode_steps(context: Context, variant: Variant, probe: Probe, copy_gb: float) -> None:
@@ -135,7 +148,7 @@ def decode_steps(context: Context, variant: Variant, probe: Probe, copy_gb: floa
             continue
         row = steady_figures(context, probe, batch, prompt_len, vocab)
         row |= {"weights_floor_ms": round(weights / copy_gb / 1e6, 4)}
-        read = weights + token * batch * int(str(row["context"]))
+        read = weights + batch * (token * int(str(row["context"])) + 2 * _state_bytes(context, variant))
         row |= {"floor_ms": round(read / copy_gb / 1e6, 4)}
         row |= {"over_weights_floor": round(float(str(row["step_ms"])) / (weights / copy_gb / 1e6), 4)}
         row |= {"over_floor": round(float(str(row["step_ms"])) / (read / copy_gb / 1e6), 4)}
@@ -145,7 +158,7 @@ def decode_steps(context: Context, variant: Variant, probe: Probe, copy_gb: floa
 def workload_of(context: Context, variant: Variant) -> Workload:
     if context.dry:
         return mixed(6, 3, 20, 500) if variant.shape == "qwen3-0.6b" else uniform(6, 12, 9, 500)
-    return mixed(256) if variant.shape == "qwen3-0.6b" else uniform(256, 1024, 1024)
+    return uniform(256, 1024, 1024) if variant.shape == "qwen3-8b" else mixed(256)
 
 
 def _floor_s(context: Context, variant: Variant, probe: Probe, workload: Workload, copy_gb: float) -> float:
@@ -154,7 +167,8 @@ def _floor_s(context: Context, variant: Variant, probe: Probe, workload: Workloa
     KV of its sequences."""
     numbers, token_bytes = _sizes(context, variant, probe)
     prompts = 2 * numbers * workload.prompt_tokens / (matmul_tflop_per_s(context.device) * 1e12)
-    read = max(workload.output_lens) * 2 * numbers
+    steps = max(workload.output_lens)
+    read = steps * 2 * numbers + 2 * _state_bytes(context, variant) * workload.output_tokens
     for prompt, length in zip(workload.prompts, workload.output_lens, strict=True):
         read += token_bytes * (len(prompt) * length + length * (length + 1) // 2)
     return prompts + read / (copy_gb * 1e9)

@@ -103,14 +103,16 @@ def not_greedy(scored: Sequence[RequestOutput], prompts: Sequence[Sequence[int]]
 
 def run_sync(context: Context) -> None:
     """Part `no hidden wait`: steady decode steps while any synchronising call is an error."""
-    path = context.scratch / "Qwen3"
-    save_tiny("Qwen3", path)
-    vocab = int(read_config(path)["vocab_size"])
+    for family in ("Qwen3", "Qwen3_5"):
+        save_tiny(family, context.scratch / family)
     modes: list[dict[str, object]] = [{"graphs": mode} for mode in ("both", "piecewise", "none")]
-    modes += [{"compile": "none", "graphs": "none"}, {"attention_backend": "flashinfer", "graphs": "both"}]
+    modes += [EAGER, {"model": "Qwen3_5", "graphs": "piecewise"}]
+    modes += [{"attention_backend": "flashinfer", "graphs": "both"}]
     batch, steps = (3, 3) if context.dry else (16, 24)
     for changes in modes:
         name = ", ".join(f"{k} {v}" for k, v in changes.items())
+        path = context.scratch / str(changes.pop("model", "Qwen3"))
+        vocab = int(read_config(path)["vocab_size"])
         if context.out_of_time(f"no hidden wait: {name}", 15.0):
             continue
         options: dict[str, object] = {"attention_backend": "cuda", "dtype": "bfloat16", "debug_sync": True, **changes}

@@ -43,6 +43,28 @@ SHAPES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
 }
+HYBRID = "qwen3.5-0.8b"
+SHAPES[HYBRID] = SHAPES["qwen3-0.6b"] | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 24,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 3584,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_DRY_HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2} | {
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 _DRY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -73,7 +95,8 @@ def shape_directory(name: str, folder: Path, dry: bool) -> Path:
     """A model directory of the named shape, for `load_format="dummy"`; `dry`: shrunk to a toy."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(SHAPES[name] | (_DRY if dry else {})))
+    toy = _DRY | (_DRY_HYBRID if name == HYBRID else {}) if dry else {}
+    (path / "config.json").write_text(json.dumps(SHAPES[name] | toy))
     save_tokenizer(path)
     return path
 

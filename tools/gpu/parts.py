@@ -215,6 +215,7 @@ PARTS: tuple[Part, ...] = (
     Part("engine-0.6b-none", "benchmark", "measure", _engine("engine-0.6b-none"), 30, 80),
     Part("engine-0.6b-piecewise", "benchmark", "measure", _engine("engine-0.6b-piecewise"), 30, 80),
     Part("engine-0.6b-flashinfer", "benchmark", "measure", _engine("engine-0.6b-flashinfer"), 30, 80),
+    Part("engine-hybrid", "benchmark", "measure", _engine("engine-hybrid"), 30, 90),
     Part("transformers", "benchmark", "measure", _peer, 30, 80),
     Part("engine-8b-none", "benchmark", "measure", _engine("engine-8b-none"), 50, 130),
     Part("engine-8b-flashinfer", "benchmark", "measure", _engine("engine-8b-flashinfer"), 50, 130),
