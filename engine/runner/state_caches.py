@@ -122,7 +122,7 @@ class StateCaches:
         if blocks:
             (where,) = sent_together([np.array(blocks, np.int64)], self._blocks.device)
             for cache in self._caches:
-                cache[where] = 0
+                cache.index_fill_(0, where, 0)
 
     def begin_step(self, batch: AttentionBatch, rows: Rows) -> None:
         """The calls of `mix` that follow belong to this."""

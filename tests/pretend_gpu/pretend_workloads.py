@@ -26,7 +26,7 @@ Outputs = list[RequestOutput]
 
 def save_models(path: Path) -> None:
     """Two layers in the smallest shape that the GPU kernels serve. In `deep` three of them, and a model and a head that
-    draft for those, badly. In `experts` a mixture of them, in `chunks` a Llama 4."""
+    draft for those, badly. In `experts` a mixture of them, in `chunks` a Llama 4, in `states` layers that keep them."""
     save_model(path, layers=2, seed=3)
     deep = path / "deep"
     save_model(deep, layers=3, seed=3)
@@ -38,6 +38,7 @@ def save_models(path: Path) -> None:
     }  # fmt: skip
     save_experts(path / "experts")
     save_chunks(path / "chunks")
+    save_states(path / "states")
     DenseEagle(config, torch.arange(0, VOCAB, 2)).save(deep / "head")
 
 
@@ -82,6 +83,20 @@ def save_chunks(path: Path) -> None:
     save_tokenizer(path)
 
 
+def save_states(path: Path) -> None:
+    import transformers
+
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, layer_types=["linear_attention", "full_attention", "linear_attention"],
+        max_position_embeddings=512, initializer_range=0.15, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.Qwen3_5ForCausalLM(config).float().eval().save_pretrained(path)
+    save_tokenizer(path)
+
+
 def ids(seed: int, count: int) -> list[int]:
     return torch.randint(5, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -116,7 +131,7 @@ def tokens(outputs: Outputs) -> list[list[int]]:
 class Oracles:
     """What a CPU says, by torch's own operations; computed once for each dtype, before a GPU is pretended."""
 
-    def __init__(self, folder: Path, layers: int = 2) -> None:
+    def __init__(self, folder: Path, layers: float = 2) -> None:
         self._folder, self._layers = folder, layers
         self._greedy: dict[str, Outputs] = {}
         self._mixed: tuple[Outputs, Outputs] | None = None
@@ -162,9 +177,9 @@ def same_but_for_ties(ours: Outputs, theirs: Outputs, tolerance: float) -> int:
     return differing
 
 
-def small_pool(layers: int) -> dict[str, Any]:
+def small_pool(layers: float) -> dict[str, Any]:
     """16 blocks of 16 tokens."""
-    return {"kv_cache_memory": 16 * 16 * layers * 2 * 2 * 64 * 2, "max_num_batched_tokens": 32}
+    return {"kv_cache_memory": int(16 * 16 * layers * 2 * 2 * 64 * 2), "max_num_batched_tokens": 32}
 
 
 def exact(pool: dict[str, Any]) -> dict[str, Any]:
