@@ -9,6 +9,8 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -26,6 +28,7 @@ from engine.errors import ConfigError
 from engine.kv_cache.ledger import memory_ledger
 from engine.runner import model_runner as room
 from engine.runner.graphs import StepGraphs
+from engine.runner.loading import graph_mode
 from engine.runner.model_runner import ModelRunner
 from engine.step import RowParams
 
@@ -225,6 +228,18 @@ def test_a_full_graph_of_an_uncapturable_backend_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"graphs='{graphs}'.*backend 'reference' is not capture-safe; use graphs="):
         graph_runner(tmp_path, compile_mode, graphs, backend=ReferenceBackend())
+
+
+def test_whole_steps_of_layers_with_states_are_no_graphs() -> None:
+    able: Any = SimpleNamespace(capabilities=lambda: SimpleNamespace(capture_safe=True), name="able")
+    states, none = (cast(Any, SimpleNamespace(states=some, family="hybrid")) for some in (True, False))
+    assert (graph_mode("auto", "pieces", able, none), graph_mode("auto", "none", able, none)) == ("both", "full_decode")
+    assert (graph_mode("auto", "pieces", able, states), graph_mode("auto", "none", able, states)) == (
+        "piecewise",
+        "none",
+    )
+    with pytest.raises(ConfigError, match="graphs='both' captures whole steps, but layers of hybrid keep states"):
+        graph_mode("both", "pieces", able, states)
 
 
 def test_graphs_without_a_device_that_has_them_are_refused(tmp_path: Path) -> None:
