@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -231,15 +231,12 @@ def test_a_full_graph_of_an_uncapturable_backend_is_refused(
 
 
 def test_whole_steps_of_layers_with_states_are_no_graphs() -> None:
-    able: Any = SimpleNamespace(capabilities=lambda: SimpleNamespace(capture_safe=True), name="able")
-    states, none = (cast(Any, SimpleNamespace(states=some, family="hybrid")) for some in (True, False))
-    assert (graph_mode("auto", "pieces", able, none), graph_mode("auto", "none", able, none)) == ("both", "full_decode")
-    assert (graph_mode("auto", "pieces", able, states), graph_mode("auto", "none", able, states)) == (
-        "piecewise",
-        "none",
-    )
+    able: Any = SimpleNamespace(capabilities=lambda: SimpleNamespace(capture_safe=True))
+    for keeps, modes in ((False, ("both", "full_decode")), (True, ("piecewise", "none"))):
+        facts: Any = SimpleNamespace(states=keeps, family="hybrid")
+        assert tuple(graph_mode("auto", compiled, able, facts) for compiled in ("pieces", "none")) == modes
     with pytest.raises(ConfigError, match="graphs='both' captures whole steps, but layers of hybrid keep states"):
-        graph_mode("both", "pieces", able, states)
+        graph_mode("both", "pieces", able, facts)
 
 
 def test_graphs_without_a_device_that_has_them_are_refused(tmp_path: Path) -> None:
