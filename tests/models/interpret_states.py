@@ -15,7 +15,7 @@ import torch
 from engine.layer_groups import State
 from engine.models.recurrence import recur
 from engine.models.state_kernels import device_kernels
-from engine.models.state_layers import StateStep
+from engine.models.state_layers import StateStep, convolved
 from engine.runner.state_caches import StateCaches
 from engine.step import NO_WRITES
 
@@ -82,7 +82,26 @@ def check_one_token(device: torch.device) -> None:
                 torch.testing.assert_close(written, its_written, rtol=2e-5, atol=2e-5)
 
 
-CASES = {"move": check_move, "one_token": check_one_token}
+def check_convolve(device: torch.device) -> None:
+    """Sums, of tokens of several sequences, with a bias and without."""
+    generator = torch.Generator().manual_seed(3)
+    for channels, taps in ((40, 4), (1100, 3)):
+        given, state = (torch.randn(n, channels, generator=generator).to(device) for n in (7, 2 * (taps - 1)))
+        before = taps - 1
+        past = torch.tensor([list(range(before)), list(range(before + 3, 2 * before + 3))], device=device)
+        own = [before + i if i < 3 else 2 * before + i for i in range(7)]
+        step = step_of(torch.zeros(3, 0, dtype=torch.int64, device=device), 0, None)
+        step = step._replace(past=past, own=torch.tensor(own, device=device), last=past)
+        weight, bias = (torch.randn(channels, *shape, generator=generator).to(device) for shape in ((1, taps), ()))
+        for added in (None, bias):
+            args = (given, state.view(2, before, channels))
+            expected = convolved(*args, step, weight, added)
+            got = convolved(*args, step._replace(kernels=device_kernels()), weight, added)
+            torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-5)
+            assert got[1].equal(expected[1])
+
+
+CASES = {"convolve": check_convolve, "move": check_move, "one_token": check_one_token}
 
 if __name__ == "__main__":
     from quick_interpreter import quicken

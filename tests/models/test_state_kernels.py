@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("case", ["move", "one_token"])
+@pytest.mark.parametrize("case", ["move", "convolve", "one_token"])
 def test_kernels_equal_torch_under_the_interpreter(case: str) -> None:
     pytest.importorskip("triton")
     paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])

@@ -41,6 +41,16 @@ class StateKernels(Protocol):
         """
         ...
 
+    def convolve(
+        self, inputs: torch.Tensor, own: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """float32 [tokens, channels]: sums over each channel's last `taps` inputs, a token's own the last.
+
+        inputs [all inputs, channels] contiguous; own int64 [tokens]: where a token's is; weight [channels, 1, taps];
+        bias [channels].
+        """
+        ...
+
     def one_token(
         self,
         q: torch.Tensor,
@@ -89,6 +99,21 @@ def _one_token(keys: int, values: int, decays: int, delta: int) -> KernelSignatu
     )
 
 
+def _convolve(dtype: str, bias: int) -> KernelSignature:
+    return KernelSignature(
+        name="convolve_kernel",
+        signature={
+            "inputs": dtype,
+            "own": "*i64",
+            "weight": dtype,
+            "bias": dtype,
+            "sums": "*fp32",
+            "channels": "i32",
+        },
+        constexprs={"TAPS": 4, "BIAS": bias, "BLOCK": 512},
+    )
+
+
 def value_block(keys: int, values: int) -> int:
     """Columns of a matrix that one program of `one_token` has in its registers: some 8 KB."""
     wanted = max(16, 2048 >> (keys - 1).bit_length())
@@ -108,6 +133,8 @@ KERNELS: tuple[KernelSignature, ...] = (
         )
         for write in (0, 1)
     ),
+    _convolve("*bf16", 0),
+    _convolve("*fp16", 1),
     _one_token(128, 128, 1, 1),
     _one_token(128, 128, 128, 1),
     _one_token(128, 64, 1, 0),

@@ -13,6 +13,8 @@ from engine.models.state_kernels import value_block
 
 _WORDS = 1024
 """of 32 bits that a program moves at a time"""
+_CHANNELS = 512
+"""that a program sums up"""
 
 
 @triton.jit(do_not_specialize=["pages", "words"], do_not_specialize_on_alignment=["firsts", "states"])
@@ -91,8 +93,52 @@ def one_token_kernel(
     tl.store(written + (write * heads + head) * (KEYS * VALUES) + at, matrix, mask=inside)
 
 
+@triton.jit(do_not_specialize_on_alignment=["own"])
+def convolve_kernel(
+    inputs: tl.tensor,
+    own: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    sums: tl.tensor,
+    channels: tl.tensor,
+    TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < channels
+    first = inputs + (tl.load(own + token) - (TAPS - 1)) * channels + channel
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in tl.static_range(TAPS):
+        given = tl.load(first + tap * channels, mask=mask, other=0.0).to(tl.float32)
+        total += given * tl.load(weight + channel * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums + token * channels + channel, total, mask=mask)
+
+
 class TritonKernels:
     """See `StateKernels`."""
+
+    def convolve(
+        self, inputs: torch.Tensor, own: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        channels, _, taps = weight.shape
+        sums = torch.empty(len(own), channels, dtype=torch.float32, device=inputs.device)
+        if len(own):
+            convolve_kernel[(len(own), triton.cdiv(channels, _CHANNELS))](
+                inputs,
+                own,
+                weight,
+                weight if bias is None else bias,
+                sums,
+                channels,
+                TAPS=taps,
+                BIAS=int(bias is not None),
+                BLOCK=_CHANNELS,
+            )
+        return sums
 
     def move(
         self, pieces: torch.Tensor, blocks: torch.Tensor, firsts: torch.Tensor, states: torch.Tensor, write: bool
