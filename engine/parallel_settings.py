@@ -91,7 +91,7 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
 
 
 _STATES = ("decode_context_parallel_size", "kv_transfer_config", "device")
-_LATENTS = ("kv_cache_dtype", "decode_context_parallel_size", "device")
+_LATENTS = ("kv_cache_dtype", "decode_context_parallel_size")
 
 
 def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str], instead: str = "") -> None:

@@ -89,7 +89,8 @@ def save_tiny(family: str, path: Path) -> torch.nn.Module:
     import transformers
 
     flags = load_test_module("end_to_end", "tiny_families").TINY_FAMILIES[family]
-    config = getattr(transformers, f"{family}Config")(**{**_TINY, **flags, "head_dim": 64})
+    sizes = {} if "kv_lora_rank" in flags else {"head_dim": 64}  # heads of latents have several
+    config = getattr(transformers, f"{family}Config")(**{**_TINY, **flags, **sizes})
     torch.manual_seed(11)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     model.set_attn_implementation("eager")  # type: ignore[operator]  # sdpa leaves soft caps out
