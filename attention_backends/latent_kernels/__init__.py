@@ -37,11 +37,11 @@ def _attend(dtype: str, rank: int, rows: int) -> KernelSignature:
         "sums": "*fp32",
     }
     lists = {"query_start_loc": "*i32", "seq_lens": "*i32", "block_tables": "*i32"}
-    counts = ("table_stride", "block_stride", "common_token_stride", "common_head_stride")
-    counts += ("num_seqs", "num_tokens", "num_heads", "num_splits", "window")
+    strides = ("table_stride", "block_stride", "common_token_stride", "common_head_stride")
+    counts = ("num_seqs", "num_tokens", "num_heads", "num_splits", "window")
     return KernelSignature(
         name="attend_kernel",
-        signature={**pointers, **lists, **dict.fromkeys(counts, "i32"), "scale": "fp32"},
+        signature={**pointers, **lists, **dict.fromkeys((*strides, *counts), "i32"), "scale": "fp32"},
         constexprs={
             "RANK": rank,
             "COMMON": 64,
