@@ -39,7 +39,7 @@ class CudaBackend(AttentionBackend):
     """bfloat16 and float16 queries; caches of that type or float8 e4m3. Sums in float32.
 
     Kernels are compiled for what `bind` says, a library for each size of head, at the first `prepare` on a machine
-    (about a minute), and cached.
+    (about a minute), and cached. Latents are attended to by kernels that Triton compiles (`cuda_latents`).
     `launchers`, `multiprocessors`: kernels that are there already, and how many processors to cut work for (tests).
     """
 
