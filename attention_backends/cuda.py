@@ -8,11 +8,12 @@ values and attends.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from attention_backends import cuda_latents
 from attention_backends.cuda_blocks import BlockMover
 from attention_backends.cuda_build import CudaKernels, build, find_cached, find_nvcc
 from attention_backends.cuda_launchers import Launchers, OpLaunchers
@@ -21,6 +22,8 @@ from attention_backends.interface import AttentionBackend, AttentionBatch, Atten
 from attention_backends.toolchain import default_cache_dir
 
 MIN_CAPABILITY = (8, 0)
+_ANY_HEAD_DIM = 64
+"""Where all layers keep latents, kernels are built for it nonetheless: they move blocks."""
 _LayerKey = tuple[int, int, int, int]
 
 
@@ -36,7 +39,7 @@ class CudaBackend(AttentionBackend):
     """bfloat16 and float16 queries; caches of that type or float8 e4m3. Sums in float32.
 
     Kernels are compiled for what `bind` says, a library for each size of head, at the first `prepare` on a machine
-    (about a minute), and cached.
+    (about a minute), and cached. Latents are attended to by kernels that Triton compiles (`cuda_latents`).
     `launchers`, `multiprocessors`: kernels that are there already, and how many processors to cut work for (tests).
     """
 
@@ -61,6 +64,7 @@ class CudaBackend(AttentionBackend):
             soft_cap=True,
             sinks=True,
             chunk=True,
+            latent=True,
             capture_safe=True,
         )
 
@@ -76,9 +80,9 @@ class CudaBackend(AttentionBackend):
         return None
 
     def bind(self, spec: AttentionSpec) -> None:
-        self._spec = spec
+        self._spec = replace(spec, head_dims=spec.head_dims or (_ANY_HEAD_DIM,))
         if self._given is not None:
-            self._ready = _Ready(dict.fromkeys(spec.head_dims, self._given), spec.device, self._multiprocessors)
+            self._ready = _Ready(dict.fromkeys(self._spec.head_dims, self._given), spec.device, self._multiprocessors)
 
     def prepare(self, cache_dir: Path | None = None) -> None:
         """Builds (once per machine and spec), loads and tries the kernels. Raises BuildError; RuntimeError before
@@ -122,9 +126,13 @@ class CudaBackend(AttentionBackend):
         """[num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]: a page of one head is contiguous."""
         return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
+    def latent_cache_shape(self, num_blocks: int, block_size: int, row_size: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, row_size)
+
     def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
         """Groups share it: what a launch leaves there the next one of the stream does not need."""
-        return workspace_bytes(max_num_seqs, layers, self._prepared().multiprocessors)
+        plain, processors = [layer for layer in layers if layer.latent is None], self._prepared().multiprocessors
+        return workspace_bytes(max_num_seqs, plain, processors) + cuda_latents.workspace_bytes(layers, processors)
 
     def build_metadata(self, batch: AttentionBatch) -> CudaMetadata:
         return CudaMetadata(batch)
@@ -141,6 +149,11 @@ class CudaBackend(AttentionBackend):
     ) -> None:
         assert isinstance(metadata, CudaMetadata)
         ready, batch = self._prepared(), metadata.batch
+        if layer.latent is not None:
+            if layer.shares is None:
+                cuda_latents.write_rows(k, kv_cache, batch.slot_mapping, batch.num_tokens)
+            cuda_latents.attend(q, out, kv_cache, layer, layer.latent, batch, ready.multiprocessors)
+            return
         window = layer.signed_window
         key = (window, layer.num_heads, layer.num_kv_heads, layer.head_dim)
         plan = metadata.plans.get(key)
@@ -182,6 +195,9 @@ class CudaBackend(AttentionBackend):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
+        if kv_cache.dim() == 3:
+            cuda_latents.write_rows(k, kv_cache, slot_mapping, slot_mapping.shape[0])
+            return
         launchers = self._prepared().of(k.shape[2])
         launchers.write_kv(k, v, kv_cache, slot_mapping, slot_mapping.shape[0], k_scale, v_scale)
 

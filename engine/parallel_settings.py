@@ -91,7 +91,7 @@ def check_model(config: EngineConfig, model: ModelDescription) -> None:
 
 
 _STATES = ("decode_context_parallel_size", "kv_transfer_config")
-_LATENTS = ("kv_cache_dtype", "decode_context_parallel_size", "device")
+_LATENTS = ("kv_cache_dtype", "decode_context_parallel_size")
 
 
 def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str], instead: str = "") -> None:
@@ -99,12 +99,10 @@ def _refuse_asked(config: EngineConfig, what: str, names: Sequence[str], instead
         "decode_context_parallel_size": config.parallel.context > 1,
         "kv_transfer_config": config.kv_transfer is not None,
         "kv_cache_dtype": config.cache.dtype != config.model.dtype,
-        "device": config.device.kind != "cpu",
     }
     for name in names:
         if asked[name]:
-            where = "on CPUs alone" if name == "device" else "without it"
-            raise UnsupportedModelError(f"{name}: {what}, which are served {where} yet{instead}")
+            raise UnsupportedModelError(f"{name}: {what}, which are served without it yet{instead}")
 
 
 def placed(config: EngineConfig, args: EngineArgs, model: ModelDescription) -> EngineConfig:

@@ -32,6 +32,7 @@ ROOMS = (
     "engine.parallel.kernels",
     "engine.runner.kernels",
     "engine.sampling.kernels",
+    "attention_backends.latent_kernels",
     "attention_backends.page_kernels",
 )
 """Packages with a table `KERNELS` of what their module `device` holds."""

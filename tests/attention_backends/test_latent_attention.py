@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from paged_case import PADDING, Case
+from latent_case import LatentCase
 
 from attention_backends.cpu import ISAS, CpuBackend, Isa
 from attention_backends.cpu_latents import LatentSizes, split
-from attention_backends.interface import AttentionBackend, AttentionLayer, Latent
 from attention_backends.reference import ReferenceBackend
 
 Prepared = Callable[[Isa], CpuBackend]
@@ -20,43 +18,6 @@ LENGTHS = [(1, 1), (1, 16), (1, 17), (0, 0), (0, 5), (1, 300), (37, 37), (5, 261
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 ABSOLUTE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """twice what other caches err: queries and what they find are rounded once more, where they meet the matrix"""
-
-
-@dataclass(frozen=True)
-class LatentCase(Case):
-    rank: int = 64
-    common: int = 16
-    """of a key, what all heads have"""
-    made: int = 24
-    """of a head's key"""
-    value_dim: int = 40
-
-    @property
-    def layer(self) -> AttentionLayer:
-        generator = torch.Generator().manual_seed(self.seed + 4)
-        shape = (self.num_heads * (self.made + self.value_dim), self.rank)
-        weight = (torch.randn(shape, generator=generator) * self.rank**-0.5).to(self.dtype)
-        sizes = {"num_kv_heads": 1, "head_dim": self.rank + self.common, "scale": (self.made + self.common) ** -0.5}
-        return replace(super().layer, **sizes, latent=Latent(weight, self.value_dim))
-
-    @property
-    def out_dim(self) -> int:
-        return self.value_dim
-
-    def cache_shape(self, backend: AttentionBackend) -> tuple[int, ...]:
-        return backend.latent_cache_shape(self.num_blocks, self.block_size, self.rank + self.common)
-
-    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        torch.manual_seed(self.seed)
-        q = torch.randn(self.num_tokens + PADDING, self.num_heads, self.made + self.common).to(self.dtype)
-        rows = torch.randn(self.num_tokens + PADDING, 1, self.rank + self.common).to(self.dtype)
-        return q, rows, rows
-
-    def prefix(self) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(self.seed + 1)
-        count = sum(length - queries for queries, length in self.lengths)
-        rows = torch.randn(count, 1, self.rank + self.common, generator=generator).to(self.dtype)
-        return rows, rows
 
 
 def assert_matches_oracle(case: LatentCase, backend: CpuBackend) -> None:

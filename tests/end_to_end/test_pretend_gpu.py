@@ -56,10 +56,14 @@ QUICK = [
     "own linears",
     "experts",
     "chunks",
+    "latents",
+    "latents, with drafts",
+    "latents by the oracle",
     "packed",
     "experts of the library",
 ]
 EXHAUSTIVE = [
+    "latents, eager",
     *(f"greedy flashinfer graphs={graphs} compile={_COMPILE[graphs]}" for graphs in ("piecewise", "full_decode")),
     *(f"greedy {backend} graphs=none compile=pieces" for backend in _BACKENDS),
     "greedy bfloat16 flashinfer",

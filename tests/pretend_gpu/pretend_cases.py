@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / room) for room in ("en
 
 import torch  # noqa: E402 - the path comes first
 from pretend_gpu import pretend_gpu  # noqa: E402
-from pretend_products import chunks, experts, library_experts, packed  # noqa: E402
+from pretend_products import chunks, experts, latents, latents_by_the_oracle, library_experts, packed  # noqa: E402
 from pretend_workloads import (  # noqa: E402
     GREEDY,
     HALF_TIE_NATS,
@@ -376,6 +376,10 @@ CASES: dict[str, Case] = {
     "own linears": own_linears,
     "experts": experts,
     "chunks": chunks,
+    "latents": latents,
+    "latents, eager": partial(latents, graphs="none", compile="none"),
+    "latents, with drafts": partial(latents, **DRAFTS),
+    "latents by the oracle": latents_by_the_oracle,
     "packed": packed,
     "experts of the library": library_experts,
     "prepare": prepare,

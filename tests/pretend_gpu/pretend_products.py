@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType
@@ -17,6 +18,7 @@ from pretend_workloads import (
     generate,
     loaded,
     same_but_for_ties,
+    tokens,
 )
 
 from engine.models.decoder import Decoder
@@ -52,6 +54,32 @@ def chunks(folder: Path, oracles: Oracles) -> None:
             check_graphs(machine, llm, "both")
         check_closed(machine)
     assert same_but_for_ties(outputs, oracle[1:4], HALF_TIE_NATS) <= 1
+
+
+def latents(folder: Path, oracles: Oracles, graphs: str = "both", compile: str = "pieces", **changes: Any) -> None:
+    """DeepSeek V3: one row a token for all heads, by the Triton kernels; nothing waits for the device."""
+    folder = folder / "latents"
+    oracle = Oracles(folder).greedy("float32")
+    with pretend_gpu(inductor=False) as machine:
+        options = {"dtype": "float16", "max_num_batched_tokens": 32, "debug_sync": True, **changes}
+        with loaded(folder, device="cuda", graphs=graphs, compile=compile, **options) as llm:
+            assert llm.ready.attention_backend == "cuda"
+            outputs = generate(llm, PROMPTS, GREEDY)
+            check_graphs(machine, llm, graphs)
+        check_closed(machine)
+        assert machine.waits == []
+    assert same_but_for_ties(outputs, oracle, HALF_TIE_NATS) <= 1
+
+
+def latents_by_the_oracle(folder: Path, oracles: Oracles) -> None:
+    """By the same arithmetic as on the CPU, so token for token."""
+    folder = folder / "latents"
+    oracle = Oracles(folder).greedy("float32")
+    with pretend_gpu(inductor=False) as machine:
+        options = {"dtype": "float32", "attention_backend": "reference", "graphs": "piecewise", "compile": "pieces"}
+        with loaded(folder, device="cuda", **options) as llm:
+            assert tokens(generate(llm, PROMPTS, GREEDY)) == tokens(oracle)
+        check_closed(machine)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_index: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from dense_eagle import DenseEagle
-from tiny_families import save_tokenizer
+from tiny_families import save_tiny, save_tokenizer
 
 from engine import LLM, SamplingParams
 from engine.request import RequestOutput
@@ -26,7 +26,8 @@ Outputs = list[RequestOutput]
 
 def save_models(path: Path) -> None:
     """Two layers in the smallest shape that the GPU kernels serve. In `deep` three of them, and a model and a head that
-    draft for those, badly. In `experts` a mixture of them, in `chunks` a Llama 4, in `states` layers that keep them."""
+    draft for those, badly. In `experts` a mixture of them, in `chunks` a Llama 4, in `states` layers that keep
+    them, in `latents` a DeepSeek V3."""
     save_model(path, layers=2, seed=3)
     deep = path / "deep"
     save_model(deep, layers=3, seed=3)
@@ -39,6 +40,7 @@ def save_models(path: Path) -> None:
     save_experts(path / "experts")
     save_chunks(path / "chunks")
     save_states(path / "states")
+    save_tiny("DeepseekV3", path / "latents", vocab_size=VOCAB)
     DenseEagle(config, torch.arange(0, VOCAB, 2)).save(deep / "head")
 
 

@@ -129,7 +129,7 @@ def run(context: Context, name: str) -> None:
             if refused(backend, case):
                 refusals += 1
                 continue
-            problem, error = _compare(backend, case)
+            problem, error = compare(backend, case)
             worst = max(worst, error)
             ran += 1
             context.check(f"{name}: {label}", problem)
@@ -148,7 +148,7 @@ def chosen_cases(context: Context, case_class: Any) -> list[tuple[str, Any]]:
     return [pair for pair in small if pair[1].dtype == torch.bfloat16 and pair[1].kv_dtype is None][::DRY_STRIDE]
 
 
-def _compare(backend: AttentionBackend, case: Any) -> tuple[str | None, float]:
+def compare(backend: AttentionBackend, case: Any) -> tuple[str | None, float]:
     """What is wrong, or None; and the relative norm error."""
     want = case.run(ReferenceBackend(), torch.float64)
     try:

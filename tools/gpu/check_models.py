@@ -19,7 +19,6 @@ from gpu.models import read_config, save_tiny
 
 LONGEST = 700
 COUNT = 32
-ON_CPUS_ALONE = {"DeepseekV3": "latents are served on CPUs alone yet"}
 
 
 def prompts_of(count: int, longest: int, vocab: int) -> list[list[int]]:
@@ -56,9 +55,6 @@ def run_parity(context: Context, names: Sequence[str]) -> None:
     oracle = load_test_module("end_to_end", "oracle")
     count, longest, tokens = (6, 20, 4) if context.dry else (24, LONGEST, COUNT)
     for family in names[:1] if context.dry else names:
-        if family in ON_CPUS_ALONE:
-            context.skipped(family, ON_CPUS_ALONE[family])
-            continue
         model = save_tiny(family, context.scratch / family)
         prompts = prompts_of(count, longest, int(read_config(context.scratch / family)["vocab_size"]))
         greedy = oracle.GreedyOracle(model, prompts, tokens)

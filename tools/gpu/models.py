@@ -114,7 +114,8 @@ def save_tiny(family: str, path: Path) -> torch.nn.Module:
     tiny = load_test_module("end_to_end", "tiny_families")
     flags = (tiny.TINY_FAMILIES | tiny.STATE_FAMILIES)[family]
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = kind(**{**_TINY, **flags, "head_dim": 64})
+    sizes = {} if "kv_lora_rank" in flags else {"head_dim": 64}  # heads of latents have several
+    config = kind(**{**_TINY, **flags, **sizes})
     torch.manual_seed(11)
     model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     model.set_attn_implementation("eager")  # type: ignore[operator]  # sdpa leaves soft caps out

@@ -174,6 +174,12 @@ def _peer(context: Context) -> None:
     run(context)
 
 
+def _latents(context: Context) -> None:
+    from gpu.check_latents import run
+
+    run(context)
+
+
 MODELS: dict[int, tuple[str, ...]] = {
     1: ("Llama", "Mistral"),
     2: ("Qwen3", "Gemma2"),
@@ -192,6 +198,7 @@ PARTS: tuple[Part, ...] = (
     Part("build-cuda", "preparation", "build", _build("cuda"), 10, 150),
     Part("ceilings", "benchmark", "build", _ceilings, 10, 60),
     Part("attention-cuda", "correctness", "check", _attention("cuda"), 20, 220),
+    Part("attention-latents", "correctness", "check", _latents, 20, 150),
     *(Part(f"models-{number}", "correctness", "check", _models(*names), 20, 200) for number, names in MODELS.items()),
     Part("graph-modes", "correctness", "check", _graphs, 20, 200),
     Part("no-hidden-wait", "correctness", "check", _sync, 20, 120),
