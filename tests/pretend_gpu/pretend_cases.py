@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / room) for room in ("end_to_end", "models"))]
 
 import torch  # noqa: E402 - the path comes first
+from pretend_choices import chosen_by_itself, compiled, prepare  # noqa: E402
 from pretend_gpu import pretend_gpu  # noqa: E402
 from pretend_products import chunks, experts, latents, latents_by_the_oracle, library_experts, packed  # noqa: E402
 from pretend_workloads import (  # noqa: E402
@@ -45,14 +45,11 @@ from pretend_workloads import (  # noqa: E402
     tokens,
 )
 
-import compilation.model as compiled_model  # noqa: E402
 import engine.models.linear_choice as linear_choice  # noqa: E402
 import engine.models.linear_timing as linear_timing  # noqa: E402
 import engine.runner.loading as loading  # noqa: E402
 import engine.runner.model_runner as model_runner  # noqa: E402
-from attention_backends.toolchain import default_cache_dir  # noqa: E402
-from compilation.toolchain import toolchain_directory  # noqa: E402
-from engine import LLM, SamplingParams  # noqa: E402
+from engine import LLM  # noqa: E402
 
 
 def greedy(
@@ -261,46 +258,6 @@ def own_linears(folder: Path, oracles: Oracles) -> None:
             stack.enter_context(patch.object(target, name, value))
         greedy(folder, oracles, "cuda", "both", "pieces")
     assert next(times) >= 3 * 5 * 5
-
-
-def prepare(folder: Path, oracles: Oracles) -> None:
-    """Build what all other cases use, so that processes side by side find it."""
-    for backend in ("cuda", "reference"):
-        with pretend_gpu(inductor=False), loaded(folder, device="cuda", attention_backend=backend, compile="pieces"):
-            pass
-
-
-def chosen_by_itself(folder: Path, oracles: Oracles) -> None:
-    """Nothing but the model is given: device, backend, graphs, dtype, memory; weights are invented."""
-    with pretend_gpu(total_bytes=1 << 30, inductor=False) as machine:
-        with LLM(
-            str(folder), load_format="dummy", max_num_seqs=4, max_num_batched_tokens=32, memory_fraction=0.4
-        ) as llm:
-            assert llm.config.device.kind == "cuda"
-            assert llm.ready.attention_backend == "cuda"
-            outputs = generate(llm, PROMPTS[:3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
-            assert [len(o.outputs[0].token_ids) for o in outputs] == [4, 4, 4]
-            check_graphs(machine, llm, "both")
-        check_closed(machine)
-
-
-def compiled(folder: Path, oracles: Oracles) -> None:
-    """Pieces by Inductor (for the processor that is there), keys by the GPU's properties, stored and loaded again. What
-    takes longer than the pieces is there: the header that each of them includes, and attention as `prepare` built it.
-    """
-    oracle = oracles.greedy("bfloat16")
-    headers = toolchain_directory(default_cache_dir()) / "precompiled_headers"
-    shutil.copytree(folder / "cache" / "attention-cuda", folder / "inductor" / "attention-cuda")
-    found = []
-    for _ in range(2):
-        with patch.object(compiled_model._Builder, "_headers", lambda _: headers), pretend_gpu() as machine:
-            cache = {"cache_dir": str(folder / "inductor"), "attention_backend": "cuda"}
-            with loaded(folder, device="cuda", compile="pieces", graphs="piecewise", **cache) as llm:
-                found.append(llm.ready.pieces_compiled)
-                outputs = generate(llm, PROMPTS[:4], GREEDY)
-            check_closed(machine)
-        same_but_for_ties(outputs, oracle[:4], 2 * TIE_NATS)
-    assert found[0] == llm.ready.distinct_pieces > 0 == found[1], found
 
 
 Case = Callable[[Path, Oracles], None]
