@@ -41,7 +41,7 @@ def _within(name: str, given: int | None, default: int, most: int) -> int:
 
 def _refuse(args: EngineArgs, kind: str, model: ModelDescription) -> None:
     """What adapters do not go together with so far."""
-    if kind != "cpu" and args.speculative_config is not None:
+    if kind != "cpu" and args.speculative_config:
         raise ConfigError("enable_lora does not go together with speculative_config on GPUs so far: leave one out")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(args, name) > 1:
