@@ -63,6 +63,35 @@ def _(
     return None
 
 
+@torch.library.custom_op("pageloom::add_adapters_on_device", mutates_args=("y",))
+def add_adapters_on_device(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    step: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ranks: torch.Tensor,
+    ends: Sequence[int],
+) -> None:
+    """The same by Triton; of `step` only the slots of rows are read. Never waits for the device."""
+    from engine.adapters.device import add_on_device
+
+    add_on_device(y, x, step, a, b, ranks, ends)
+
+
+@add_adapters_on_device.register_fake
+def _(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    step: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ranks: torch.Tensor,
+    ends: Sequence[int],
+) -> None:
+    return None
+
+
 class Place(NamedTuple):
     """What there is to be room for."""
 
@@ -73,6 +102,7 @@ class Place(NamedTuple):
     slots: int
     max_rank: int
     dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
 
 
 class Adapted(nn.Module):
@@ -88,9 +118,9 @@ class Adapted(nn.Module):
         outputs, inputs = shape_of(linear)
         parts, slots, max_rank = len(place.ends), place.slots, place.max_rank
         self.register_buffer("step", place.step)
-        self.register_buffer("a", torch.zeros(slots, parts, max_rank, inputs, dtype=place.dtype))
-        self.register_buffer("b", torch.zeros(slots, max_rank, outputs, dtype=place.dtype))
-        self.register_buffer("ranks", torch.zeros(slots, parts, dtype=torch.int32))
+        self.register_buffer("a", torch.zeros(slots, parts, max_rank, inputs, dtype=place.dtype, device=place.device))
+        self.register_buffer("b", torch.zeros(slots, max_rank, outputs, dtype=place.dtype, device=place.device))
+        self.register_buffer("ranks", torch.zeros(slots, parts, dtype=torch.int32, device=place.device))
 
 
 class AdaptedLinear(Adapted):
@@ -98,7 +128,7 @@ class AdaptedLinear(Adapted):
 
     def __init__(self, linear: nn.Module, place: Place) -> None:
         super().__init__(linear, place)
-        self.ends = place.ends
+        self.ends, self.on_device = place.ends, place.device.type == "cuda"
         self.activation: Activation | None = None
         self.gated = False
         if isinstance(linear, ActivatedLinear | Linear):
@@ -112,7 +142,8 @@ class AdaptedLinear(Adapted):
         if norm is not None:
             x = norm(x)
         y: torch.Tensor = self.linear(x)
-        torch.ops.pageloom.add_adapters(y, x, self.step, self.a, self.b, self.ranks, self.ends)
+        add = torch.ops.pageloom.add_adapters_on_device if self.on_device else torch.ops.pageloom.add_adapters
+        add(y, x, self.step, self.a, self.b, self.ranks, self.ends)
         return finished(y, self.activation, self.gated, residual)
 
 
@@ -142,6 +173,9 @@ class AdaptedPacked(Adapted):
 
 def adapted(linear: nn.Module, place: Place) -> Adapted:
     """Raises ConfigError."""
+    base = linear.linear if isinstance(linear, ActivatedLinear) else linear
+    if place.device.type == "cuda" and not isinstance(base, Linear):
+        raise ConfigError("enable_lora: weights that stay packed on GPUs are not adapted yet; use device='cpu'")
     if type(linear) is PackedLinear and not linear.wide:
         namespace = getattr(torch.ops, linear.op.namespace)
         return AdaptedPacked(linear, place, namespace.adapted_linear.default)

@@ -34,7 +34,7 @@ class AdapterStore:
         return self._tables.num_slots
 
     def load(self, adapter: LoRARequest, slot: int) -> bool:
-        if self._notify is None:
+        if self._notify is None or self._tables.on_device:  # a device's copies are in order with its steps
             self._load(adapter, slot)
             return True
         if self._thread is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -14,15 +16,28 @@ from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
 from engine.step import Rows
 
+_CPU = torch.device("cpu")
+
+
+class HostBuffers(Protocol):
+    """See `engine.runner.staging.BufferRing`."""
+
+    def acquire(self, words: int = 0) -> torch.Tensor: ...
+
+    def commit(self) -> None: ...
+
 
 class StepAdapters:
     """Rows grouped by adapter. `table`: int32 [1 + 2 · most tokens]: how many rows have one; the slot of each row, -1:
     none; those rows, by slot."""
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, device: torch.device = _CPU) -> None:
         self.table = torch.zeros(1 + 2 * most_tokens, dtype=torch.int32)
         self._most = most_tokens
         self._written = self.table.numpy()
+        self._any = True
+        if device.type == "cuda":
+            self.table = torch.full((1 + 2 * most_tokens,), -1, dtype=torch.int32, device=device)
 
     def set(self, slots: np.ndarray) -> None:
         """`slots`: int32 [tokens]."""
@@ -32,25 +47,43 @@ class StepAdapters:
             self._written[1 : 1 + len(slots)] = slots
             self._written[1 + self._most : 1 + self._most + len(rows)] = rows[np.argsort(slots[rows], kind="stable")]
 
+    def send(self, slots: np.ndarray, host: torch.Tensor) -> None:
+        """`set` for a device: slots alone, behind what its current stream has queued; -1 for rows that pad a graph.
+        `host`: int32 [1 + most tokens] at least, untouched until the copy is done."""
+        has_any = bool((slots >= 0).any())
+        if has_any or self._any:
+            host[: 1 + self._most].fill_(-1)
+            host.numpy()[1 : 1 + len(slots)] = slots
+            self.table[: 1 + self._most].copy_(host[: 1 + self._most], non_blocking=True)
+        self._any = has_any
+
 
 class AdapterTables:
     """Puts `Adapted` layers in the place of a model's linear layers. On a CPU a slot may be written while steps read
     others."""
 
-    def __init__(self, model: Decoder, spec: DecoderSpec, config: LoRAConfig, most_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        spec: DecoderSpec,
+        config: LoRAConfig,
+        most_tokens: int,
+        device: torch.device = _CPU,
+    ) -> None:
         self.num_slots, self.most_kept = config.max_loras, config.max_cpu_loras
         self.kept_bytes = 0
         """of factors that are kept beside those in slots, at most"""
         self._max_rank, self._dtype = config.max_lora_rank, model.dtype
         self._targets = Targets(spec)
-        self._step = StepAdapters(most_tokens)
+        self._step = StepAdapters(most_tokens, device)
+        self.on_device = device.type == "cuda"
         self._layers: dict[str, Adapted] = {}
         for name, parts in self._targets.parts.items():
             path, _, attribute = name.rpartition(".")
             layer = model.get_submodule(path)
             linear = getattr(layer, attribute)
             ends = tuple(part.rows.start + part.rows.count for part in parts)
-            place = Place(ends, self._step.table, config.max_loras, config.max_lora_rank, model.dtype)
+            place = Place(ends, self._step.table, config.max_loras, config.max_lora_rank, model.dtype, device)
             self._layers[name] = adapted(linear, place)
             setattr(layer, attribute, self._layers[name])
             size = self._layers[name].a.nbytes + self._layers[name].b.nbytes
@@ -70,6 +103,11 @@ class AdapterTables:
             layer.b[slot, :rank, rows.start : rows.start + rows.count].copy_(b)
             layer.ranks[slot, number] = rank
 
-    def begin_step(self, slots_of_rows: np.ndarray, rows: Rows) -> None:
-        """`slots_of_rows`: int32, by row of the device's tables."""
-        self._step.set(np.repeat(slots_of_rows[rows.row], rows.query_lens))
+    def begin_step(self, slots_of_rows: np.ndarray, rows: Rows, ring: HostBuffers) -> None:
+        """`slots_of_rows`: int32, by row of the device's tables; `ring`: for a device's copies."""
+        slots = np.repeat(slots_of_rows[rows.row], rows.query_lens)
+        if self.on_device:
+            self._step.send(slots, ring.acquire())
+            ring.commit()
+        else:
+            self._step.set(slots)

@@ -102,6 +102,7 @@ class ModelRunner:
         tables = [*self._table.staged_tables(), *self._sampler.tables()]
         # One host buffer more than steps in flight, so that none is waited for.
         depth = config.scheduler.steps_in_flight + 1 if self._streams.queued else 1
+        self._adapter_ring = BufferRing(self._streams, 1 + budget, depth)
         self._writes = StagedWrites(tables, self._kernels, self._streams, BufferRing(self._streams, 4096, depth))
         places, block_size = config.scheduler.max_sampled, config.cache.block_size
         self._batches = BatchBuilder(self._table, self._kernels, budget, block_size, self._streams, depth, places)
@@ -339,12 +340,11 @@ class ModelRunner:
         self._observer.mark(step_profile.ATTENTION_PLAN)
         self._attention.begin_step(batch.attention, batch.rows)
         if self.adapters is not None:
-            self.adapters.begin_step(self._table.adapter_slots, batch.rows)
+            self.adapters.begin_step(self._table.adapter_slots, batch.rows, self._adapter_ring)
         self._observer.mark(step_profile.MODEL)
         if batch.dispatch.route == "eager" or self._graphs is None:
             observed = self._observed if self._is_watched else None
-            run = self._run if observed is None else observed.program(self._compiled)
-            return run(given, batch.positions)
+            return (self._run if observed is None else observed.program(self._compiled))(given, batch.positions)
         return self._graphs.replay(batch.dispatch)[: batch.num_tokens]
 
     def _compile(self, stop: threading.Event | None = None) -> CompiledModel:
