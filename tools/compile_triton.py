@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 ROOMS = (
+    "engine.adapters",
     "engine.models.kernels",
     "engine.models.product_kernels",
     "engine.models.state_kernels",

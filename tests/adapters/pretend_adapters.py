@@ -16,14 +16,16 @@ from tiny_families import save_tiny  # noqa: E402
 
 
 def main(folder: Path, compile: str, graphs: str) -> None:
-    model = save_tiny("Llama", folder / "model")
+    model = save_tiny("Llama", folder / "model", head_dim=64)
     for index in range(2):
         save_adapter(folder / str(index), model, index, rank=8 * (1 + index), targets=ALL, size=0.1)
     adapters = [None, request(folder / "0", 1), request(folder / "1", 2)]
     with open_llm(folder / "model") as llm:
         expected = tokens(llm, [PROMPT] * 3, adapters)
     assert expected[0] != expected[1] != expected[2]
-    options = {"device": "cuda", "attention_backend": "reference", "compile": compile, "graphs": graphs}
+    full = graphs in ("both", "full_decode")
+    backend, dtype = ("flashinfer", "float16") if full else ("reference", "float32")
+    options = {"device": "cuda", "dtype": dtype, "attention_backend": backend, "compile": compile, "graphs": graphs}
     with pretend_gpu(inductor=False), open_llm(folder / "model", max_num_seqs=4, **options) as llm:
         llm.wait_compiled()
         assert tokens(llm, [PROMPT] * 3, adapters) == expected
