@@ -1,7 +1,8 @@
-"""What adapters cost: usage: python tools/bench_adapters.py [MODEL] [--rank 16] [--requests 16] [--tokens 48]
+"""What adapters cost: usage: python tools/bench_adapters.py [MODEL] [--rank 16] [--tokens 128] [--pairs 7]
 
-Time per token of one request, and tokens a second of several, as ratios to the engine without adapters in the same run;
-and what a request waits for whose adapter is not there, of 1,000 that have names. The last line is one JSON object.
+Seconds of one request and of 64 (prompts cached, so nearly all of it is decoding), as ratios to an engine without
+adapters, in pairs of runs one behind the other; and what a request waits for whose adapter is not there, of 1,000 that
+have names. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from engine.frontend.demo import demo_model_path
 from engine.models.description import describe
 from engine.models.spec import DecoderSpec
 
-ROUNDS = 3
 REGISTERED = 1000
 PROMPT = [3 + (i * 37) % 190 for i in range(32)]
 
@@ -43,48 +43,47 @@ def save_adapter(path: Path, spec: DecoderSpec, rank: int) -> None:
 
 
 def seconds(llm: LLM, adapters: list[LoRARequest | None], tokens: int) -> float:
-    """Of a batch's decoding, the best of some rounds."""
-    found = []
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in (1, tokens)]
+    """Of a batch, whole; its prompts are cached from the second time on."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": [*PROMPT, index]} for index in range(len(adapters))]
-    for _ in range(ROUNDS):
-        times = []
-        for each in params:
-            began = time.perf_counter()
-            llm.generate(prompts, each, use_tqdm=False, lora_request=adapters)
-            times.append(time.perf_counter() - began)
-        found.append(times[1] - times[0])
-    return min(found)
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+    return time.perf_counter() - began
 
 
-def ratios(model: str, places: list[Path], options: argparse.Namespace) -> dict[str, float]:
-    """Of seconds with adapters to those without."""
-    requests, tokens = options.requests, options.tokens
+def paired(engines: tuple[LLM, LLM], cases: tuple[list[LoRARequest | None], ...], options: argparse.Namespace) -> Any:
+    """Quartiles of the second case's seconds over the first one's, each pair one right behind the other, in turns."""
+    for engine, case in zip(engines, cases, strict=True):
+        seconds(engine, case, options.tokens)
+    found = []
+    for turn in range(options.pairs):
+        taken = [0.0, 0.0]
+        for which in (0, 1) if turn % 2 else (1, 0):
+            taken[which] = seconds(engines[which], cases[which], options.tokens)
+        found.append(taken[1] / taken[0])
+    return [round(each, 4) for each in quantiles(found, n=4)]
+
+
+def ratios(model: str, places: list[Path], options: argparse.Namespace) -> dict[str, Any]:
+    """Of seconds with adapters to those of an engine without; and of the same engine's own steps without any."""
     adapters = [LoRARequest(place.name, number, str(place)) for number, place in enumerate(places, 1)]
-    cases: dict[str, list[LoRARequest | None]] = {
-        "one request": [None],
-        "one request, one adapter": [adapters[0]],
-        "several requests": [None] * requests,
-        "several requests, 8 adapters": [adapters[i % 8] for i in range(requests)],
-        "64 requests": [None] * 64,
-        "64 requests, 64 adapters": [adapters[i % len(adapters)] for i in range(64)],
+    many: list[LoRARequest | None] = [None] * 64
+    cases: dict[str, tuple[list[LoRARequest | None], ...]] = {
+        "one request, none": ([None], [None]),
+        "one request, one adapter": ([None], [adapters[0]]),
+        "64 requests, none": (many, many),
+        "64 requests, 8 adapters": (many, [adapters[i % 8] for i in range(64)]),
+        "64 requests, 64 adapters": (many, [adapters[i] for i in range(64)]),
     }
-    base: dict[str, float] = {}
-    found: dict[str, float] = {}
-    for enabled in (False, True):
-        lora: dict[str, Any] = {"enable_lora": True, "max_loras": 64, "max_lora_rank": options.rank} if enabled else {}
-        with LLM(model, device="cpu", max_model_len=512, max_num_seqs=64, **lora) as llm:
-            llm.wait_compiled()
-            for name, case in cases.items():
-                plain = all(adapter is None for adapter in case)
-                if not enabled and not plain:
-                    continue
-                taken = seconds(llm, case, tokens)
-                if not enabled:
-                    base[name] = taken
-                    continue
-                found[name] = taken / base[name.partition(",")[0]]
-                print(f"{name}: {1e3 * taken / tokens:.2f} ms a step, {found[name]:.3f} of without", flush=True)
+    common: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 64, "kv_cache_memory": 1 << 30}
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 64, "max_lora_rank": options.rank}
+    found = {}
+    with LLM(model, **common) as plain, LLM(model, **common, **lora) as able:
+        plain.wait_compiled()
+        able.wait_compiled()
+        for name, case in cases.items():
+            found[name] = paired((plain, able), case, options)
+            print(f"{name}: quartiles {found[name]} of an engine without", flush=True)
     return found
 
 
@@ -138,8 +137,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=None)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--only", choices=["ratios", "misses"])
     options = parser.parse_args()
     model = options.model or str(demo_model_path())
