@@ -76,6 +76,7 @@ def ratios(model: str, places: list[Path], options: argparse.Namespace) -> dict[
         "64 requests, 64 adapters": (many, [adapters[i] for i in range(64)]),
     }
     common: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 64, "kv_cache_memory": 1 << 30}
+    common["quantization"] = options.quantization
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 64, "max_lora_rank": options.rank}
     found = {}
     with LLM(model, **common) as plain, LLM(model, **common, **lora) as able:
@@ -139,6 +140,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument(
+        "--quantization", help="of the ratios' engines; none: blocks of a file as bfloat16"
+    )
     parser.add_argument("--only", choices=["ratios", "misses"])
     options = parser.parse_args()
     model = options.model or str(demo_model_path())
