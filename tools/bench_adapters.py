@@ -140,9 +140,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument(
-        "--quantization", help="of the ratios' engines; none: blocks of a file as bfloat16"
-    )
+    parser.add_argument("--quantization", help="of the ratios' engines; none: blocks of a file as bfloat16")
     parser.add_argument("--only", choices=["ratios", "misses"])
     options = parser.parse_args()
     model = options.model or str(demo_model_path())
