@@ -115,7 +115,7 @@ def save_tiny(family: str, path: Path) -> torch.nn.Module:
     flags = (tiny.TINY_FAMILIES | tiny.STATE_FAMILIES)[family]
     kind = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     sizes = {} if "kv_lora_rank" in flags else {"head_dim": 64}  # heads of latents have several
-    # transformers up to 5.23 has one group in the norm behind Granite's Mamba layers, whatever the model says.
+    # transformers 5.17 has one group in the norm behind Granite's Mamba layers, whatever the model says.
     sizes |= {"mamba_n_groups": 1} if family == "GraniteMoeHybrid" else {}
     config = kind(**{**_TINY, **flags, **sizes})
     torch.manual_seed(11)
