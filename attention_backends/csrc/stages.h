@@ -76,6 +76,7 @@ struct Stage {
   // What `me` will read first of the weights of this stage, to be asked for while the stage before it ends; or null.
   const uint8_t* (*ahead)(const Stage& stage, int64_t me, int64_t& bytes) = nullptr;
   std::atomic<const char*> error{nullptr};  // a static string: what follows the stage is left out
+  bool lets_pass = false;  // the stage behind it does not need it, and is complete when both are
   alignas(64) std::atomic<int64_t> next{0};  // for `work`
   alignas(64) std::atomic<int64_t> done{0};
 
@@ -146,10 +147,24 @@ class StageRun {
     Turn turn(*threads_, failed_);
     for (int64_t i = 0; i < count_; ++i) {
       Stage& stage = *stages_[i];
-      if (!stage.complete() && !go_through(i, me, turn)) return;
+      if (stage.lets_pass && me < stage.workers && !work(stage, me, turn)) return;
+      if (stage.lets_pass) continue;
+      if (!complete(i) && !go_through(i, me, turn)) return;
       if (stage.error.load(std::memory_order_relaxed) != nullptr) return;
       if (ends_ != nullptr) note(i);
     }
+  }
+
+  // With those that let pass to it.
+  bool complete(int64_t index) const {
+    return stages_[index]->complete() && (index == 0 || !stages_[index - 1]->lets_pass || complete(index - 1));
+  }
+
+  // What threads that were asked to do have not come to do.
+  bool help(int64_t index, int64_t me, Turn& turn) {
+    for (; index > 0 && stages_[index - 1]->lets_pass; --index)
+      if (!work(*stages_[index - 1], me, turn)) return false;
+    return true;
   }
 
   bool go_through(int64_t index, int64_t me, Turn& turn) {
@@ -158,7 +173,8 @@ class StageRun {
     if (asked && !work(stage, me, turn)) return false;
     int64_t bytes = 0, fetched = 0;
     const uint8_t* const weights = coming(index + 1, me, bytes);
-    for (int64_t round = 0; !stage.complete(); ++round) {
+    for (int64_t round = 0; !complete(index); ++round) {
+      if (round == kHelpRounds && !help(index, me, turn)) return false;
       if (!asked && round == kHelpRounds && !work(stage, me, turn)) return false;
       if (fetched < bytes)
         for (const int64_t stop = std::min(bytes, fetched + 4 * 64); fetched < stop; fetched += 64)

@@ -15,6 +15,8 @@ from engine.models.packed import ActivatedLinear, JoinedLinear, PackedLinear
 from engine.models.spec import Activation
 
 NAME = "pageloom::add_adapters"
+BLOCK = 64
+"""as `kAdapterBlock` of the CPU kernels"""
 
 
 @torch.library.custom_op(NAME, mutates_args=("y",))
@@ -32,7 +34,7 @@ def add_adapters(
     `step`: int32, see `StepAdapters`. a [slots, parts, max_rank, inputs]; b [slots, max_rank, outputs]; `ranks` int32
     [slots, parts], 0: the adapter leaves that part alone. `ends`: of the parts, among the outputs.
     """
-    count, most = int(step[0]), (step.numel() - 1) // 2
+    count, most = int(step[0]), step.numel() // 2 - 1
     if not count:
         return
     slots, order = step[1 : 1 + most], step[1 + most : 1 + most + count].long()
@@ -113,14 +115,22 @@ class Adapted(nn.Module):
     b: torch.Tensor
     ranks: torch.Tensor
 
-    def __init__(self, linear: nn.Module, place: Place) -> None:
+    def __init__(self, linear: nn.Module, place: Place, b: tuple[int, ...] | None = None) -> None:
         super().__init__()
         outputs, inputs = shape_of(linear)
         parts, slots, max_rank = len(place.ends), place.slots, place.max_rank
         self.register_buffer("step", place.step)
         self.register_buffer("a", torch.zeros(slots, parts, max_rank, inputs, dtype=place.dtype, device=place.device))
-        self.register_buffer("b", torch.zeros(slots, max_rank, outputs, dtype=place.dtype, device=place.device))
+        shape = (slots, *(b or (max_rank, outputs)))
+        self.register_buffer("b", torch.zeros(shape, dtype=place.dtype, device=place.device))
         self.register_buffer("ranks", torch.zeros(slots, parts, dtype=torch.int32, device=place.device))
+
+    def write(self, slot: int, part: int, start: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        """Factors a [rank, inputs] and b [outputs of the part, rank], which begin at output `start`."""
+        count, rank = b.shape
+        self.a[slot, part, :rank].copy_(a)
+        self.b[slot, :rank, start : start + count].copy_(b.T * scale)
+        self.ranks[slot, part] = rank
 
 
 class AdaptedLinear(Adapted):
@@ -148,18 +158,33 @@ class AdaptedLinear(Adapted):
 
 
 class AdaptedPacked(Adapted):
-    """The same by one operator of the CPU kernels, which costs nothing where no row has an adapter."""
+    """The same by one operator of the CPU kernels, which costs nothing where no row has an adapter. Its b is
+    [slots, blocks, max_rank, BLOCK outputs]: what a thread reads lies together."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     ends: torch.Tensor
 
     def __init__(self, linear: PackedLinear, place: Place, op: OpOverload) -> None:
-        super().__init__(linear, place)
+        super().__init__(linear, place, (-(-linear.n // BLOCK), place.max_rank, BLOCK))
         self.register_buffer("weight", linear.weight)
         self.register_buffer("bias", linear.bias)
         self.register_buffer("ends", torch.tensor(place.ends, dtype=torch.int32))
         self.n, self.format, self.gate, self.op = linear.n, linear.format, linear.gate, op
+
+    def write(self, slot: int, part: int, start: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+        """See `Adapted.write`."""
+        count, rank = b.shape
+        self.a[slot, part, :rank].copy_(a)
+        first, last = start // BLOCK, -(-(start + count) // BLOCK)
+        blocks = self.b[slot, first:last, :rank]
+        if start % BLOCK or count % BLOCK:  # its neighbours' stay
+            whole = blocks.transpose(1, 2).clone().flatten(0, 1)
+            whole[start - first * BLOCK :][:count] = b * scale
+            blocks.copy_(whole.view(-1, BLOCK, rank).transpose(1, 2))
+        else:
+            torch.mul(b.view(-1, BLOCK, rank).transpose(1, 2), scale, out=blocks)
+        self.ranks[slot, part] = rank
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `engine.models.packed.PackedLinear`."""

@@ -49,7 +49,9 @@ class Factors(NamedTuple):
     a: torch.Tensor
     """[rank, inputs]"""
     b: torch.Tensor
-    """[rank, outputs of the part], the decoder's order; the scale is in it"""
+    """[outputs of the part, rank], as files have it, in the decoder's order"""
+    scale: float
+    """of their product"""
 
 
 class _Header(NamedTuple):
@@ -106,10 +108,10 @@ class AdapterFiles:
         found = []
         for header in self._headers:
             scale = self._alpha / (math.sqrt(header.rank) if self._root else header.rank)
-            stored = rows_in_order(self._tensors[header.b], header.part.rows)
-            b = torch.empty(header.rank, header.part.rows.count, dtype=dtype)
-            torch.mul((stored if stored.dtype == dtype else stored.float()).T, scale, out=b)
-            found.append(Factors(header.part, self._tensors[header.a].to(dtype, copy=True), b))
+            b = rows_in_order(self._tensors[header.b], header.part.rows)
+            if b.dtype != dtype:
+                b, scale = (b.float() * scale).to(dtype), 1.0
+            found.append(Factors(header.part, self._tensors[header.a].to(dtype), b, scale))
         return found
 
     def _check(self, config: dict[str, object]) -> None:

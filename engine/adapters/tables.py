@@ -17,6 +17,7 @@ from engine.models.spec import DecoderSpec
 from engine.step import Rows
 
 _CPU = torch.device("cpu")
+_LAST = 1 << 30
 
 
 class HostBuffers(Protocol):
@@ -28,24 +29,29 @@ class HostBuffers(Protocol):
 
 
 class StepAdapters:
-    """Rows grouped by adapter. `table`: int32 [1 + 2 · most tokens]: how many rows have one; the slot of each row, -1:
-    none; those rows, by slot."""
+    """Rows grouped by adapter. `table`: int32 [2 + 2 · most tokens]: how many rows have one; the slot of each row, -1:
+    none; all rows: those by slot, then the others, then those that the step does not have; how many it has."""
 
     def __init__(self, most_tokens: int, device: torch.device = _CPU) -> None:
-        self.table = torch.zeros(1 + 2 * most_tokens, dtype=torch.int32)
+        self.table = torch.zeros(2 + 2 * most_tokens, dtype=torch.int32)
         self._most = most_tokens
         self._written = self.table.numpy()
+        self._written[1 + most_tokens : -1] = np.arange(most_tokens)
         self._any = True
         if device.type == "cuda":
-            self.table = torch.full((1 + 2 * most_tokens,), -1, dtype=torch.int32, device=device)
+            self.table = torch.full((2 + 2 * most_tokens,), -1, dtype=torch.int32, device=device)
 
     def set(self, slots: np.ndarray) -> None:
         """`slots`: int32 [tokens]."""
-        (rows,) = np.nonzero(slots >= 0)
-        self._written[0] = len(rows)
-        if len(rows):
-            self._written[1 : 1 + len(slots)] = slots
-            self._written[1 + self._most : 1 + self._most + len(rows)] = rows[np.argsort(slots[rows], kind="stable")]
+        table, most, count = self._written, self._most, len(slots)
+        has_one = slots >= 0
+        table[0] = np.count_nonzero(has_one)
+        if table[0]:
+            table[1 : 1 + count] = slots
+            order, before = table[1 + most : -1], table[-1]
+            order[:count] = np.argsort(np.where(has_one, slots, _LAST), kind="stable")
+            order[count:before] = np.arange(count, before)
+            table[-1] = count
 
     def send(self, slots: np.ndarray, host: torch.Tensor) -> None:
         """`set` for a device: slots alone, behind what its current stream has queued; -1 for rows that pad a graph.
@@ -97,11 +103,8 @@ class AdapterTables:
         """The adapter is in the slot; no step in flight has a row of it."""
         for layer in self._layers.values():
             layer.ranks[slot].zero_()
-        for (name, number, rows), a, b in factors:
-            layer, rank = self._layers[name], a.size(0)
-            layer.a[slot, number, :rank].copy_(a)
-            layer.b[slot, :rank, rows.start : rows.start + rows.count].copy_(b)
-            layer.ranks[slot, number] = rank
+        for part, a, b, scale in factors:
+            self._layers[part.layer].write(slot, part.number, part.rows.start, a, b, scale)
 
     def begin_step(self, slots_of_rows: np.ndarray, rows: Rows, ring: HostBuffers) -> None:
         """`slots_of_rows`: int32, by row of the device's tables; `ring`: for a device's copies."""

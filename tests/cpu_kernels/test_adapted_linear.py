@@ -37,13 +37,12 @@ def layers(
     packed = PackedLinear(ops, weight, n, k, Format.BFLOAT16, bias=packed_bias, gate="silu" if gated else None)
     place = Place(ends, step.table, SLOTS, MAX_RANK, BF16)
     native, oracle = AdaptedPacked(packed, place, ops.adapted_linear), AdaptedLinear(dense, place)
-    native.a.copy_(random(*native.a.shape))
-    native.b.copy_(random(*native.b.shape) * 8)
-    native.ranks.copy_(torch.randint(1, MAX_RANK + 1, native.ranks.shape, generator=generator))
-    native.ranks[0, 0] = 0
-    native.ranks[3] = 0
-    for name in ("a", "b", "ranks"):
-        getattr(oracle, name).copy_(getattr(native, name))
+    for slot in range(SLOTS - 1):
+        for part, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            if rank := int(torch.randint(1, MAX_RANK + 1, (), generator=generator)) * bool(slot or part):
+                factors = random(rank, k), random(end - start, rank)
+                native.write(slot, part, start, *factors, 2.0)
+                oracle.write(slot, part, start, *factors, 2.0)
     return native, oracle
 
 

@@ -10,10 +10,11 @@ namespace pageloom {
 struct AdapterTables {
   const int32_t* count;  // how many rows have one
   const int32_t* slots;  // [most] of each row; -1: none
-  const int32_t* order;  // [most] the rows that have one, by slot
+  const int32_t* order;  // [most] the rows that have one, by slot; then the step's others; then those beyond it
+  const int32_t* rows;   // how many the step has
   int64_t most;
   const uint16_t* a;     // bf16 [slots][parts][max_rank][k]
-  const uint16_t* b;     // bf16 [slots][max_rank][n]; of a gated layer all gates, then all ups
+  const uint16_t* b;     // bf16 [slots][blocks][max_rank][64]: of 64 outputs each; of a gated layer all gates, then all ups
   const int32_t* ranks;  // [slots][parts]; 0: the adapter leaves those outputs alone
   const int32_t* ends;   // [parts], ascending: where each part ends among the n outputs
   int64_t parts, max_rank;
@@ -27,15 +28,23 @@ struct AdapterProblem {
   float* low;  // [rows][parts][max_rank]: A x
 };
 
-inline constexpr int64_t kAdapterRanks = 16;     // of a unit of the first stage
-inline constexpr int64_t kAdapterColumns = 512;  // outputs of a unit of the second stage
+inline constexpr int64_t kAdapterRows = 4;       // of a unit
+inline constexpr int64_t kAdapterRanks = 16;     // of a unit of A x where there are few rows
+inline constexpr int64_t kAdapterColumns = 512;  // outputs of a unit of B (A x), at most
+inline constexpr int64_t kAdapterBlock = 64;     // outputs whose factors lie together
+inline constexpr int64_t adapter_blocks(int64_t n) { return (n + kAdapterBlock - 1) / kAdapterBlock; }
+
+// Some of A x: of entries [begin, end) of the order, at most kAdapterRows.
+struct AdapterShare {
+  int64_t begin, end, part_begin, part_end, rank_begin, rank_end;
+};
 
 struct AdapterKernels {
-  // A x of a row: ranks [rank_begin, rank_end) of a part, as far as its adapter has them. `scratch`: bf16 [k].
-  void (*shrink)(const AdapterProblem&, int64_t row, int64_t part, int64_t rank_begin, int64_t rank_end,
-                 uint16_t* scratch);
-  // Outputs [begin, end) of a row, at most kAdapterColumns; of a gated layer multiples of 16.
-  void (*finish)(const AdapterProblem&, int64_t row, int64_t begin, int64_t end);
+  // As far as adapters have those ranks. `scratch`: kAdapterRows + 1 rows of k floats.
+  void (*shrink)(const AdapterProblem&, const AdapterShare&, float* scratch);
+  // Outputs [begin, end), at most kAdapterColumns and of a gated layer multiples of 16, of entries [first, last) of the
+  // order, at most kAdapterRows.
+  void (*finish)(const AdapterProblem&, int64_t first, int64_t last, int64_t begin, int64_t end);
 };
 
 const AdapterKernels* adapters_portable();

@@ -22,14 +22,15 @@ inline AdapterTables checked_adapters(const AdapterTensors& t, const LinearProbl
                      t.a.size(3) == p.k,
                  op, ": a must be bfloat16 [slots, parts, max_rank, ", p.k, "]");
   const int64_t max_rank = t.a.size(2);
-  PAGELOOM_CHECK(whole(t.b, ScalarType::BFloat16) && t.b.dim() == 3 && t.b.size(0) == slots &&
-                     t.b.size(1) == max_rank && t.b.size(2) == p.n,
-                 op, ": b must be bfloat16 [slots, ", max_rank, ", ", p.n, "]");
-  PAGELOOM_CHECK(whole(t.step, ScalarType::Int) && t.step.dim() == 1 && t.step.numel() % 2 == 1, op,
-                 ": step must be int32 [1 + 2 tokens]");
+  const int64_t blocks = adapter_blocks(p.n);
+  PAGELOOM_CHECK(whole(t.b, ScalarType::BFloat16) && t.b.dim() == 4 && t.b.size(0) == slots && t.b.size(1) == blocks &&
+                     t.b.size(2) == max_rank && t.b.size(3) == kAdapterBlock,
+                 op, ": b must be bfloat16 [slots, ", blocks, ", ", max_rank, ", ", kAdapterBlock, "]");
+  PAGELOOM_CHECK(whole(t.step, ScalarType::Int) && t.step.dim() == 1 && t.step.numel() % 2 == 0, op,
+                 ": step must be int32 [2 + 2 tokens]");
   const auto* const step = static_cast<const int32_t*>(t.step.data_ptr());
-  const int64_t most = t.step.numel() / 2;
-  return {step, step + 1, step + 1 + most, most,
+  const int64_t most = t.step.numel() / 2 - 1;
+  return {step, step + 1, step + 1 + most, step + 1 + 2 * most, most,
           static_cast<const uint16_t*>(t.a.data_ptr()), static_cast<const uint16_t*>(t.b.data_ptr()),
           static_cast<const int32_t*>(t.ranks.data_ptr()), static_cast<const int32_t*>(t.ends.data_ptr()),
           parts, max_rank};

@@ -18,33 +18,43 @@ namespace {
 struct AdapterStage : Stage {
   AdapterProblem problem;
   const AdapterKernels* kernels;
-  int64_t chunks;  // of a row
+  const Stage* product;
+  int64_t entries;  // of the order
+  int64_t chunks;   // units of kAdapterRows entries
+  int64_t columns;  // of a unit of B (A x)
 };
 
-// A unit is 16 ranks of a part of a row.
+AdapterShare share_of(const AdapterStage& s, int64_t unit) {
+  const AdapterTables& t = s.problem.tables;
+  const int64_t begin = unit / s.chunks * kAdapterRows, chunk = unit % s.chunks;
+  const int64_t end = std::min(begin + kAdapterRows, s.entries);
+  if (s.chunks == 1) return {begin, end, 0, t.parts, 0, t.max_rank};
+  const int64_t part = chunk % t.parts, rank = chunk / t.parts * kAdapterRanks;
+  return {begin, end, part, part + 1, rank, rank + kAdapterRanks};
+}
+
 bool shrink_some(Stage& stage, int64_t, Turn& turn) {
   static thread_local Arena arena;
   auto& s = static_cast<AdapterStage&>(stage);
-  auto* const scratch = reinterpret_cast<uint16_t*>(arena.reserve(s.problem.layer.k * 2 + 64));
+  const int64_t bytes = (kAdapterRows + 1) * s.problem.layer.k * static_cast<int64_t>(sizeof(float));
+  auto* const scratch = reinterpret_cast<float*>(arena.reserve(bytes));
   for (int64_t unit; (unit = s.next.fetch_add(1, std::memory_order_relaxed)) < s.units;) {
-    const int64_t entry = unit / s.chunks, part = unit % s.chunks % s.problem.tables.parts;
-    const int64_t first = unit % s.chunks / s.problem.tables.parts * kAdapterRanks;
-    const int64_t row = s.problem.tables.order[entry];
-    if (row < s.problem.layer.rows) s.kernels->shrink(s.problem, row, part, first, first + kAdapterRanks, scratch);
+    s.kernels->shrink(s.problem, share_of(s, unit), scratch);
     s.finish(1);
     if (!turn.pass()) return false;
   }
   return true;
 }
 
-// A unit is 512 outputs of a row.
+// A unit is some outputs of some rows.
 bool finish_some(Stage& stage, int64_t, Turn& turn) {
   auto& s = static_cast<AdapterStage&>(stage);
   const LinearProblem& l = s.problem.layer;
   const int64_t outputs = l.gate == Gate::kNone ? l.n : l.n / 2;
   for (int64_t unit; (unit = s.next.fetch_add(1, std::memory_order_relaxed)) < s.units;) {
-    const int64_t begin = unit % s.chunks * kAdapterColumns;
-    s.kernels->finish(s.problem, unit / s.chunks, begin, std::min(begin + kAdapterColumns, outputs));
+    const int64_t first = unit / s.chunks * kAdapterRows, begin = unit % s.chunks * s.columns;
+    s.kernels->finish(s.problem, first, std::min(first + kAdapterRows, s.entries), begin,
+                      std::min(begin + s.columns, outputs));
     s.finish(1);
     if (!turn.pass()) return false;
   }
@@ -55,8 +65,24 @@ int64_t low_bytes(const LinearProblem& p, const AdapterTables& t) {
   return aligned(p.rows * t.parts * t.max_rank * static_cast<int64_t>(sizeof(float)));
 }
 
+// What the first row reads of A, then of B: for one thread, while the stage before it ends; others have the product's.
+const uint8_t* first_factors(const Stage& stage, int64_t me, int64_t& bytes) {
+  const auto& s = static_cast<const AdapterStage&>(stage);
+  const AdapterTables& t = s.problem.tables;
+  if (me > 0) return s.product == nullptr ? nullptr : s.product->ahead(*s.product, me, bytes);
+  const int64_t row = t.order[0], slot = row < s.problem.layer.rows ? t.slots[row] : -1;
+  if (slot < 0) return nullptr;
+  const int64_t wide = s.product == nullptr ? adapter_blocks(s.problem.layer.n) * kAdapterBlock
+                                            : t.parts * s.problem.layer.k;
+  bytes = std::min(kAheadBytes, t.max_rank * wide * 2);
+  return reinterpret_cast<const uint8_t*>((s.product == nullptr ? t.b : t.a) + slot * t.max_rank * wide);
+}
+
+// A core reads that many of what is in no cache.
+constexpr int64_t kReadBytesPerNs = 10;
+
 int64_t workers_for(int64_t products, int64_t units, int64_t threads) {
-  const int64_t ns = products * 2 / kBytesPerNs;
+  const int64_t ns = products * 2 / kReadBytesPerNs;
   return ns < kSerialNs ? 1 : std::min({threads, units, ns / (kSerialNs / 2)});
 }
 
@@ -111,16 +137,23 @@ void AdapterStages::add(const LinearLayer& layer, const AdapterTables& tables, L
   finish.problem = shrink.problem;
   shrink.kernels = finish.kernels = adapter_kernels_of(kAuto);
   const int64_t count = *tables.count, ranks = ranks_of(tables, p.rows, count);
-  shrink.chunks = tables.parts * ceil_div(tables.max_rank, kAdapterRanks);
-  shrink.units = count * shrink.chunks;
+  const int64_t groups = ceil_div(count, kAdapterRows);
+  shrink.entries = count;
+  shrink.chunks = groups >= kUnitsPerThread * threads_ ? 1 : tables.parts * ceil_div(tables.max_rank, kAdapterRanks);
+  shrink.units = groups * shrink.chunks;
   shrink.workers = workers_for(ranks * p.k, shrink.units, threads_);
-  shrink.work = shrink_some;
-  finish.chunks = ceil_div(layer.problem.gate == Gate::kNone ? p.n : p.n / 2, kAdapterColumns);
-  finish.units = p.rows * finish.chunks;
+  shrink.work = shrink_some, shrink.ahead = first_factors, shrink.lets_pass = true;
+  const int64_t outputs = layer.problem.gate == Gate::kNone ? p.n : p.n / 2;
+  finish.columns = p.rows < threads_ ? kAdapterColumns / 4 : kAdapterColumns;
+  finish.chunks = ceil_div(outputs, finish.columns);
+  finish.entries = std::clamp<int64_t>(*tables.rows, p.rows, tables.most);  // all of this layer's rows are among them
+  finish.units = ceil_div(finish.entries, kAdapterRows) * finish.chunks;
   finish.workers = workers_for(ranks * p.n / tables.parts + p.rows * p.n, finish.units, threads_);
-  finish.work = finish_some;
-  stages.push_back(linears.add(bare));
+  finish.work = finish_some, finish.ahead = first_factors;
+  Stage* const product = linears.add(bare);
+  shrink.product = product;
   stages.push_back(&shrink);
+  stages.push_back(product);
   stages.push_back(&finish);
 }
 

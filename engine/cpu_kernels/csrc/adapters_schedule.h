@@ -16,8 +16,8 @@ const AdapterKernels* adapter_kernels_of(int64_t isa);
 // Memory that a layer with adapters needs beside its own, for as many rows.
 int64_t adapter_bytes(const LinearProblem& problem, const AdapterTables& tables);
 
-// Layers with adapters as stages of a run: the product without what comes behind it, A x, and the rest. They follow one
-// another, and share their memory. One thread makes them, in memory that is its own until it makes others.
+// Layers with adapters as stages of a run: A x beside the product without what comes behind it, and the rest. They follow
+// one another, and share their memory. One thread makes them, in memory that is its own until it makes others.
 class AdapterStages {
  public:
   // `bytes`: the most that any of the layers needs.
