@@ -31,7 +31,7 @@ MOST_REPLICAS = 64
 MOST_IN_CELLS = 4096
 MOST_REQUESTS, MOST_TOKENS = 200_000, 100_000_000
 """of a layout's runs: some minutes, and GB"""
-_COLUMNS = ("tokens_per_s", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90", "hits", "load_max_over_mean")
+_COLUMNS = ("tokens_per_s", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90", "hits", "load_max_over_mean", "pace")
 _LINK = ("transfer_ms", "transfer_mb_per_s")
 
 Told = tuple[str, "Layout", "Outcome"]
@@ -250,7 +250,9 @@ def cluster(options: argparse.Namespace) -> list[dict[str, object]]:
     else:
         told = [("simulated", each, runs.simulated(each)) for each in layouts]
     if options.real:
-        told += [("real", each, runs.real(each)) for each in layouts]
+        real = [(each, runs.real(each)) for each in layouts]
+        told += [("real", *each) for each in real]
+        told += [("at its pace", each, runs.simulated(each, pace=seen.pace)) for each, seen in real if seen.pace]
     print(_table(told))
     if options.plot is not None:
         from entrypoints.bench.cluster.plot import draw
@@ -308,8 +310,8 @@ def _table(told: list[Told]) -> str:
     for kind, layout, outcome in told:
         row = [kind, str(layout)]
         for name in _COLUMNS:
-            spread = outcome.spread.get(name, 0.0)
-            row.append(f"{getattr(outcome, name):.3g}" + (f" ±{spread:.1g}" if spread else ""))
+            value, spread = getattr(outcome, name), outcome.spread.get(name, 0.0)
+            row.append("" if value is None else f"{value:.3g}" + (f" ±{spread:.1g}" if spread else ""))
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

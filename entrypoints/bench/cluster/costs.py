@@ -96,6 +96,14 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     swap_block_s: float = 0.0
     """a block to the host tier and back; 0: there was none"""
 
+    def at_pace(self, pace: float) -> StepCosts:
+        """All steps take so many times as long."""
+        return msgspec.structs.replace(
+            self,
+            at_knots_s=[pace * each for each in self.at_knots_s],
+            each_s={name: pace * each for name, each in self.each_s.items()},
+        )
+
     def seconds(self, work: StepWork) -> float:
         return self.seconds_of_layers(work) + self.seconds_of_sampled(work)
 

@@ -36,6 +36,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """of the prompts' tokens, those that a cache had"""
     load_max_over_mean: float
     """of tokens that each replica computed"""
+    pace: float | None = None
+    """of real replicas: seconds of steps that only decode, over those that the table says"""
     spread: dict[str, float] = {}
     """standard deviations over seeds"""
 
@@ -120,10 +122,12 @@ def for_all(outcome: Outcome, layout: Layout) -> Outcome:
 
 def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
     """Of runs that differ in their seeds."""
-    names = [name for name in Outcome.__struct_fields__ if name != "spread"]
+    names = [name for name in Outcome.__struct_fields__ if name not in ("spread", "pace")]
     values = {name: [float(getattr(each, name)) for each in outcomes] for name in names}
     spread = {name: round(statistics.stdev(each), 6) for name, each in values.items() if len(each) > 1}
-    return Outcome(**{name: statistics.mean(each) for name, each in values.items()}, spread=spread)
+    paces = [each.pace for each in outcomes if each.pace is not None]
+    pace = statistics.mean(paces) if paces else None
+    return Outcome(**{name: statistics.mean(each) for name, each in values.items()}, pace=pace, spread=spread)
 
 
 def ranked_alike(simulated: Sequence[Outcome], real: Sequence[Outcome], name: str) -> tuple[int, int]:

@@ -6,27 +6,32 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from engine.config import EngineConfig
 from engine.core.wire import CoreStats
 from engine.replicas.client import ReplicatedClient
 from engine.replicas.router import Router
+from entrypoints.bench.cluster.costs import StepCosts
 from entrypoints.bench.cluster.outcome import Outcome, Seen
+from entrypoints.bench.cluster.pace import Pace
 from entrypoints.bench.cluster.simulate import loads_and_hits
 from entrypoints.bench.cluster.traffic import Arrival
 
 
-def run_really(config: EngineConfig, router: Router, arrivals: Sequence[Arrival]) -> Outcome:
-    """As many replicas as `config` has. Raises what an engine's start raises, and `CoreDiedError`."""
+def run_really(config: EngineConfig, router: Router, arrivals: Sequence[Arrival], costs: StepCosts) -> Outcome:
+    """As many replicas as `config` has. `costs`: what its pace is told beside. Raises what an engine's start raises, and
+    `CoreDiedError`."""
     client = ReplicatedClient(config, router=router)
     try:
         client.start()
         client.wait_compiled()
-        return asyncio.run(_serve(client, arrivals))
+        return asyncio.run(_serve(client, arrivals, Pace(costs, arrivals)))
     finally:
         client.close()
 
 
-async def _serve(client: ReplicatedClient, arrivals: Sequence[Arrival]) -> Outcome:
+async def _serve(client: ReplicatedClient, arrivals: Sequence[Arrival], pace: Pace) -> Outcome:
     seen, began = Seen(arrivals), time.monotonic()
 
     async def send() -> None:
@@ -39,6 +44,7 @@ async def _serve(client: ReplicatedClient, arrivals: Sequence[Arrival]) -> Outco
     while seen.left:
         outputs = await client.recv_async()
         seen.take_in(outputs, time.monotonic() - began)
+        pace.take_in(outputs)
         stats = [*client.stats_of_each().values()]
     await sending
-    return seen.outcome(*loads_and_hits(stats))
+    return msgspec.structs.replace(seen.outcome(*loads_and_hits(stats)), pace=pace.found)

@@ -43,8 +43,9 @@ class Runs:
         if any(each.prefill for each in layouts):
             self._apart = [self._resolve(role, 1)[1] for role in apart_args(args)]
 
-    def simulated(self, layout: Layout, times: int = 1) -> Outcome:
-        """`times`: so many of it. Raises EngineError for requests that none of them can end."""
+    def simulated(self, layout: Layout, times: int = 1, pace: float = 1.0) -> Outcome:
+        """`times`: so many of it. `pace`: what steps take, of what the table says. Raises EngineError for requests that
+        none of them can end."""
         options, layout = self._options, layout.times(times)
         if options.lose_at is not None and layout.servers == 1:
             raise EngineError("there is one server, and it is lost")
@@ -52,7 +53,7 @@ class Runs:
         share = self._traffic.of_some(cell / layout.servers)
 
         def run(seed: int) -> Outcome:
-            return self._cluster(layout, cell).run(self._given(share, seed), options.lose_at)
+            return self._cluster(layout, cell, pace).run(self._given(share, seed), options.lose_at)
 
         return self._mean(layout, run)
 
@@ -66,19 +67,20 @@ class Runs:
             config = self._resolved[layout.stages][1]
             parallel = msgspec.structs.replace(config.parallel, data=layout.replicas)
             of_all = msgspec.structs.replace(config, parallel=parallel)
-            return run_really(of_all, ROUTERS[self._options.router](config.cache.block_size), given)
+            router = ROUTERS[self._options.router](config.cache.block_size)
+            return run_really(of_all, router, given, self._costs)
 
         return self._mean(layout, run)
 
-    def _cluster(self, layout: Layout, cell: int) -> Cluster:
-        options = self._options
+    def _cluster(self, layout: Layout, cell: int, pace: float) -> Cluster:
+        options, costs = self._options, self._costs.at_pace(pace)
         if layout.prefill:
             link = Link(options.transfer_ms / 1e3, options.transfer_mb_per_s * 1e6)
             prefill, decode = self._apart
-            return prefill_apart(prefill, decode, self._costs, layout, link)
+            return prefill_apart(prefill, decode, costs, layout, link)
         model, config = self._resolved[layout.stages]
         router = ROUTERS[options.router](config.cache.block_size)
-        return replicated(config, self._costs, cell, router, stages_of(model.spec, layout.stages))
+        return replicated(config, costs, cell, router, stages_of(model.spec, layout.stages))
 
     def _resolve(self, args: EngineArgs, stages: int) -> tuple[ModelDescription, EngineConfig]:
         model, config = resolve_here(msgspec.structs.replace(args, pipeline_parallel_size=stages))
