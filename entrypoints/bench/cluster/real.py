@@ -20,8 +20,8 @@ from entrypoints.bench.cluster.traffic import Arrival
 
 
 def run_really(config: EngineConfig, router: Router, arrivals: Sequence[Arrival], costs: StepCosts) -> Outcome:
-    """As many replicas as `config` has. `costs`: what its pace is told beside. Raises what an engine's start raises, and
-    `CoreDiedError`."""
+    """As many replicas as `config` has. `costs`: what its pace is told beside. Raises what an engine's start raises,
+    and `CoreDiedError`."""
     client = ReplicatedClient(config, router=router)
     try:
         client.start()
