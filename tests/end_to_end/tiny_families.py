@@ -71,6 +71,7 @@ STATE_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "FalconH1": {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "attention_out_multiplier": 0.75},
     "KimiLinear": {
+        "pad_token_id": 0,
         "num_key_value_heads": 4,
         "kv_lora_rank": 40,
         "qk_rope_head_dim": 8,
