@@ -11,7 +11,12 @@ import pytest
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-MODES = [("none", "none"), ("pieces", "piecewise"), ("none", "full_decode"), ("pieces", "both")]
+MODES = [
+    ("none", "none"),
+    ("pieces", "both"),
+    # Graphs of pieces and of whole decode steps are both in `both`.
+    *(pytest.param(*mode, marks=pytest.mark.exhaustive) for mode in (("pieces", "piecewise"), ("none", "full_decode"))),
+]
 
 
 def run(script: str, *arguments: str) -> None:

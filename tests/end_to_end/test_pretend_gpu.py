@@ -24,18 +24,15 @@ pytestmark = [
 ]
 
 _COMPILE = {"none": "none", "piecewise": "pieces", "full_decode": "none", "both": "pieces"}
-_BACKENDS = {
-    "cuda": ("none", "piecewise", "full_decode", "both"),
-    "flashinfer": ("none", "both"),
-    "reference": ("none", "piecewise"),
-}
+_BACKENDS = {"cuda": ("none", "full_decode", "both"), "flashinfer": ("both",), "reference": ("none",)}
+"""each mode, compiled and not, and each backend; `both` is `piecewise` in prefill, and `piecewise` alone is that of
+`mixed equals the CPU`"""
 QUICK = [
     *(
         f"greedy {backend} graphs={graphs} compile={_COMPILE[graphs]}"
         for backend, modes in _BACKENDS.items()
         for graphs in modes
     ),
-    "greedy bfloat16 cuda",
     "mixed equals the CPU, piecewise",
     "mixed on cuda",
     "mixed equals the CPU, with drafts",
@@ -64,9 +61,13 @@ QUICK = [
 ]
 EXHAUSTIVE = [
     "latents, eager",
-    *(f"greedy flashinfer graphs={graphs} compile={_COMPILE[graphs]}" for graphs in ("piecewise", "full_decode")),
+    *(
+        f"greedy flashinfer graphs={graphs} compile={_COMPILE[graphs]}"
+        for graphs in ("none", "piecewise", "full_decode")
+    ),
+    *(f"greedy {backend} graphs=piecewise compile=pieces" for backend in ("cuda", "reference")),
     *(f"greedy {backend} graphs=none compile=pieces" for backend in _BACKENDS),
-    "greedy bfloat16 flashinfer",
+    *(f"greedy bfloat16 {backend}" for backend in ("cuda", "flashinfer")),
     "mixed equals the CPU, eager",
     "states: mixed equals the CPU, eager",
     "mixed on flashinfer",
