@@ -130,7 +130,7 @@ class _Fit:
         self._model = describe(args.model, args.model_impl)
         self._header = read_gguf_header(args.model) if self._model.source == "gguf" else None
         kind = "cuda" if args.device != "cpu" and machine.cuda else "cpu"
-        self._draft = describe_draft(speculation_of(args, kind), self._model.facts)
+        self._draft = describe_draft(speculation_of(args, kind), self._model)
 
     def of(self, args: EngineArgs) -> tuple[EngineConfig, MemoryLedger, SequenceSizes]:
         """Raises `ConfigError` where they do not hold together, or do not fit."""
@@ -214,7 +214,8 @@ class _Fit:
             return 0
         packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
         dtype_bytes = DTYPE_BYTES[config.model.dtype]
-        return weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
+        layers = weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
+        return layers + dtype_bytes * self._draft.joining_weights
 
     def weights(self, dtype: str, quantization: str, part: DecoderSpec | None = None) -> int:
         """Their bytes, under settings ("auto" among them) or as they were resolved. `part`: what a rank has; of weights
