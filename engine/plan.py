@@ -41,7 +41,7 @@ from engine.reports import LoadReport
 from engine.resolve import keeps_stored, resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
 from engine.speculation import speculation_of
-from engine.weights.sizes import Place, gguf_weight_bytes, stored_weight_bytes, weight_bytes
+from engine.weights.sizes import Place, gguf_weight_bytes, mtp_weight_bytes, stored_weight_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -214,8 +214,8 @@ class _Fit:
             return 0
         packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
         dtype_bytes = DTYPE_BYTES[config.model.dtype]
-        layers = weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
-        return layers + dtype_bytes * self._draft.joining_weights
+        of_draft = weight_bytes if self._draft.mtp is None else mtp_weight_bytes
+        return of_draft(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
 
     def weights(self, dtype: str, quantization: str, part: DecoderSpec | None = None) -> int:
         """Their bytes, under settings ("auto" among them) or as they were resolved. `part`: what a rank has; of weights

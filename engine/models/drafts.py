@@ -36,11 +36,6 @@ class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.facts
 
     @property
-    def joining_weights(self) -> int:
-        """Of the matrix that joins what an MTP head is given."""
-        return 0 if self.mtp is None else 2 * self.mtp.layer.hidden_size**2
-
-    @property
     def shown_layers(self) -> tuple[int, ...]:
         """Of the target, whose inputs it must be shown."""
         return () if self.head is None else self.head.shown_layers

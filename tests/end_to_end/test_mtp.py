@@ -12,23 +12,35 @@ import pytest
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
-from test_model_drafts import Drafted, answers_of, generated, watch
+from test_model_drafts import Drafted, answers_of, generated, prompts, watch
 from tiny_families import STATE_FAMILIES, TINY_FAMILIES, save_tiny
 
-from engine import LLM, EngineArgs
+from attention_backends.toolchain import find_compiler
+from engine import LLM, EngineArgs, SamplingParams
 from engine.errors import ConfigError, EngineError, UnsupportedModelError
 from engine.models.description import describe
 from engine.models.mtp_spec import mtp_spec
+from engine.plan import plan_of
 from engine.resolve import resolve_here
 from engine.runner.head_drafts import HeadProposer
 from engine.runner.model_runner import ModelRunner
 
-FAMILIES = {"DeepseekV3": TINY_FAMILIES["DeepseekV3"], "Qwen3_5": STATE_FAMILIES["Qwen3_5"]}
-JOINS = {
-    "DeepseekV3": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
-    "Qwen3_5": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
 }
-LITTLE = {"DeepseekV3": 130_000, "Qwen3_5": 270_000}
+FAMILIES = {
+    "DeepseekV3": {**TINY_FAMILIES["DeepseekV3"], "kv_lora_rank": 24},  # rows that need no padding
+    "Qwen3_5": STATE_FAMILIES["Qwen3_5"],
+    "Qwen3_5Moe": {**STATE_FAMILIES["Qwen3_5"], **_EXPERTS},
+    "Qwen3Next": {**STATE_FAMILIES["Qwen3_5"], **_EXPERTS},
+}
+EXHAUSTIVE = ("Qwen3_5Moe", "Qwen3Next")
+DEEPSEEK = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+QWEN = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+LITTLE = {"DeepseekV3": 130_000}
 """bytes of a KV cache that holds fewer sequences than there are rows"""
 MTP: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 3}
 OFF: dict[str, Any] = {"num_speculative_tokens": 0}
@@ -48,7 +60,7 @@ class Head:
         hidden, own = target.config.hidden_size, f"model.layers.{self.count}."
         before = own if family == "DeepseekV3" else "mtp."
         within = own if family == "DeepseekV3" else "mtp.layers.0."
-        self.names = [f"{before}{name}.weight" for name in JOINS[family]]
+        self.names = [f"{before}{name}.weight" for name in (QWEN if self.plus else DEEPSEEK)]
         self.fc, *self.norms = torch.randn(hidden, 2 * hidden) * 0.2, *(torch.rand(3, hidden) + 0.5 - self.plus)
         saved = load_file(path / "model.safetensors")
         self.tensors = {within + name.removeprefix(own): each for name, each in saved.items() if name.startswith(own)}
@@ -68,7 +80,7 @@ class Head:
             joined = torch.cat((self._norm(embedded, 0), self._norm(hidden, 1)), dim=-1) @ self.fc.T
             n = len(joined)
             at = torch.arange(n)[None]
-            turned = self.turns(joined[None], at.expand(3, 1, n) if self.family == "Qwen3_5" else at)
+            turned = self.turns(joined[None], at.expand(3, 1, n) if "Qwen3_5" in self.family else at)
             mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
             made = self.layer(joined[None], position_embeddings=turned, attention_mask=mask)[0]
             made = self._norm(made, 2)
@@ -86,7 +98,7 @@ class Subject:
     plain: dict[float, list[list[list[int]]]]
 
     def settings(self, which: str) -> dict[str, Any]:
-        little = LITTLE[self.family]
+        little = LITTLE.get(self.family, 270_000)
         return {
             "plain": {},
             "few blocks": {"kv_cache_memory": little, "enable_prefix_caching": False},
@@ -98,7 +110,10 @@ def drafted(monkeypatch: pytest.MonkeyPatch, target: str, temperature: float, **
     return generated(monkeypatch, SimpleNamespace(target=target), temperature, **settings)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(each, marks=pytest.mark.exhaustive) if each in EXHAUSTIVE else each for each in FAMILIES],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     root, family = tmp_path_factory.mktemp(request.param), request.param
     target = save_tiny(family, root / "target", **FAMILIES[family])
@@ -139,6 +154,14 @@ def test_a_head_guesses_what_plain_torch_makes_of_the_librarys_hidden_states(
         assert drafts == subject.head.drafts(tokens, len(drafts))
 
 
+def numbers(answer: Any) -> list[float]:
+    """Tokens and their log-probabilities; recurrences carry what roundings differ by."""
+    samples, of_prompt = answer
+    return [
+        each for at in [*(at for sample in samples for at in sample[3]), *of_prompt] for pair in at for each in pair
+    ]
+
+
 def test_whatever_a_request_asks_for(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
     watch(monkeypatch, HeadProposer, Drafted())
     found = []
@@ -148,7 +171,9 @@ def test_whatever_a_request_asks_for(monkeypatch: pytest.MonkeyPatch, subject: S
             found.append(answers_of(llm))
             count = llm.stats().drafted_tokens
     assert count > 50
-    assert found[0] == found[1]
+    for one, other in zip(*found, strict=True):
+        assert [each[:3] for each in one[0]] == [each[:3] for each in other[0]]
+        assert numbers(one) == pytest.approx(numbers(other), abs=2e-3)
 
 
 @pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "qwen3_5_mtp", "qwen3_next_mtp"])
@@ -180,15 +205,47 @@ def test_what_a_head_takes_is_in_the_ledger(subject: Subject) -> None:
         sizes.append(ModelRunner.load(resolve_here(args)[1]).report)
     without, head = sizes
     assert head.weight_bytes - without.weight_bytes == sum(each.nbytes for each in subject.head.tensors.values())
-    attending = 1 if subject.family == "Qwen3_5" else subject.head.count
+    attending = 1 if subject.head.plus else subject.head.count
     assert head.block_bytes == without.block_bytes * (attending + 1) // attending
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_plan_is_what_the_engine_takes(subject: Subject, quantization: str) -> None:
+    small: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "kv_cache_memory": 1 << 21, "compile": "none"}
+    args = EngineArgs(model=subject.target, device="cpu", quantization=quantization, speculative_config=MTP, **small)
+    plan = plan_of(args)
+    with LLM.from_args(args) as llm:
+        ledger = llm.ready.ledger
+    told, real = (
+        [line for line in table.splitlines() if line.startswith(("weights", "activations", "KV"))]
+        for table in (plan.table, ledger)
+    )
+    assert told and told == real
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.timeout(300)
+def test_a_compiled_target_and_a_packed_head(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
+    watch(monkeypatch, HeadProposer, Drafted())
+    found = []
+    for drafts in (OFF, MTP):
+        settings: dict[str, Any] = {"max_model_len": 160, "max_num_batched_tokens": 48, "kv_cache_memory": 8 << 20}
+        with LLM(subject.target, device="cpu", dtype="bfloat16", speculative_config=drafts, **settings) as llm:
+            llm.wait_compiled()
+            llm.generate({"prompt_token_ids": [7]}, SamplingParams(max_tokens=2), use_tqdm=False)  # steps are swapped
+            params = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+            outputs = llm.generate(prompts(), params, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+            drafted_tokens = llm.stats().drafted_tokens
+    assert drafted_tokens > 100
+    assert found[0] == found[1]
 
 
 def test_what_has_no_head_is_refused_by_name(subject: Subject, tmp_path: Path) -> None:
     family = subject.family
     save_tiny(family, tmp_path / "none", **FAMILIES[family])
     save_tiny("Llama", tmp_path / "llama")
-    key = "num_nextn_predict_layers" if family == "DeepseekV3" else "mtp_num_hidden_layers"
+    key = "mtp_num_hidden_layers" if "Qwen3_5" in family else "num_nextn_predict_layers"
     for count in (0, 2):
         save_tiny(family, tmp_path / str(count), **FAMILIES[family], **{key: count})
     for target, says, settings in (
