@@ -148,7 +148,7 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
         theirs = r"(self_attn\.(k_proj|v_proj|k_norm|v_norm)|attn_(k|v|k_norm))"
         endings.append(rf"(layers|blk)\.({'|'.join(sharing)})\.{theirs}\.")
     if family.predicts_more:
-        model = re.escape(family.prefix)
+        model = f"({re.escape(family.prefix)})?"
         endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers|mtp)\.")
     if family.wrapper is not None:
         endings += [f"^{re.escape(prefix)}" for prefix in family.wrapper.others]

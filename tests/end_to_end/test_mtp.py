@@ -3,6 +3,8 @@ the drafts that such a head makes, written down in plain torch around one layer 
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,6 +209,27 @@ def test_what_a_head_takes_is_in_the_ledger(subject: Subject) -> None:
     assert head.weight_bytes - without.weight_bytes == sum(each.nbytes for each in subject.head.tensors.values())
     attending = 1 if subject.head.plus else subject.head.count
     assert head.block_bytes == without.block_bytes * (attending + 1) // attending
+
+
+def test_a_checkpoint_of_the_bare_model_or_of_one_that_sees(
+    monkeypatch: pytest.MonkeyPatch, subject: Subject, tmp_path: Path
+) -> None:
+    """Whose names begin otherwise."""
+    shutil.copytree(subject.target, tmp_path, dirs_exist_ok=True)
+    prefix, file = "", tmp_path / "model.safetensors"
+    if "Qwen3_5" in subject.family:
+        config = json.loads((tmp_path / "config.json").read_text())
+        prefix, kind = "model.language_model.", config["model_type"].removesuffix("_text")
+        seen = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+        whole = {"architectures": [seen], "model_type": kind, "text_config": config}
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = {
+        prefix + name.removeprefix("model.") if name.startswith("model.") else name: each
+        for name, each in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    found = drafted(monkeypatch, str(tmp_path), 0.0, speculative_config=MTP)
+    assert found.tokens == subject.plain[0.0] and found.drafted > 100
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
