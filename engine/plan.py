@@ -212,6 +212,8 @@ class _Fit:
         """Each rank has all of a draft."""
         if self._draft is None:
             return 0
+        if self._draft.mtp is not None and config.model.quantization == "stored":
+            return 0  # `weights` has counted all that the checkpoint holds
         packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
         dtype_bytes = DTYPE_BYTES[config.model.dtype]
         of_draft = weight_bytes if self._draft.mtp is None else mtp_weight_bytes
