@@ -192,7 +192,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         dict[str, object],
         _about(
             "drafts, which make tokens cheaper where they are right, and change none: method (ngram, suffix, "
-            "draft_model, eagle3), model (of the last two), num_speculative_tokens, prompt_lookup_max, "
+            "draft_model, eagle3, mtp), model (of draft_model and eagle3), num_speculative_tokens, prompt_lookup_max, "
             "prompt_lookup_min and others of vLLM's, as "
             """'{"method": "ngram", "num_speculative_tokens": 10}'"""
         ),

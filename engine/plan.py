@@ -41,7 +41,7 @@ from engine.reports import LoadReport
 from engine.resolve import keeps_stored, resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
 from engine.speculation import speculation_of
-from engine.weights.sizes import Place, gguf_weight_bytes, stored_weight_bytes, weight_bytes
+from engine.weights.sizes import Place, gguf_weight_bytes, mtp_weight_bytes, stored_weight_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class _Fit:
         self._model = describe(args.model, args.model_impl)
         self._header = read_gguf_header(args.model) if self._model.source == "gguf" else None
         kind = "cuda" if args.device != "cpu" and machine.cuda else "cpu"
-        self._draft = describe_draft(speculation_of(args, kind), self._model.facts)
+        self._draft = describe_draft(speculation_of(args, kind), self._model)
 
     def of(self, args: EngineArgs) -> tuple[EngineConfig, MemoryLedger, SequenceSizes]:
         """Raises `ConfigError` where they do not hold together, or do not fit."""
@@ -212,9 +212,12 @@ class _Fit:
         """Each rank has all of a draft."""
         if self._draft is None:
             return 0
+        if self._draft.mtp is not None and config.model.quantization == "stored":
+            return 0  # `weights` has counted all that the checkpoint holds
         packs = config.device.kind == "cpu" and config.model.dtype == "bfloat16"  # GPUs' drafts stay dense
         dtype_bytes = DTYPE_BYTES[config.model.dtype]
-        return weight_bytes(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
+        of_draft = weight_bytes if self._draft.mtp is None else mtp_weight_bytes
+        return of_draft(self._draft.spec, dtype_bytes, config.model.quantization, "cpu" if packs else None)
 
     def weights(self, dtype: str, quantization: str, part: DecoderSpec | None = None) -> int:
         """Their bytes, under settings ("auto" among them) or as they were resolved. `part`: what a rank has; of weights

@@ -154,7 +154,7 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     check_files(args)
     args = local_models(args, machine)
     read = describe(_absolute(args.model, machine), args.model_impl)
-    draft = describe_draft(_speculation(args, kind, machine), read.facts)
+    draft = describe_draft(_speculation(args, kind, machine), read)
     defaults = overridden(read.generation_defaults, args.override_generation_config)
     description = msgspec.structs.replace(read, generation_defaults=defaults)
     config = resolve(args, description, machine, None if draft is None else draft.facts)

@@ -10,11 +10,11 @@ import msgspec
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Drafts: tokens that are computed before it is known whether they come next. Names are vLLM's."""
 
-    method: Literal["ngram", "suffix", "draft_model", "eagle3"] | None = None
+    method: Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"] | None = None
     """where they come from; None: from grammars alone, which force some. ngram: what came after the same tokens earlier
     in the prompt or the output; suffix: there and in recent outputs of all requests (`engine/runner/proposals.py`);
-    draft_model: a second, smaller model; eagle3: a head that sees the model's own hidden states
-    (`engine/runner/drafts.py`)"""
+    draft_model: a second, smaller model; eagle3: a head that sees the model's own hidden states;
+    mtp: such a head in the model's own checkpoint (`engine/runner/drafts.py`)"""
     model: str | None = None
     """draft_model: a Hugging Face directory or one GGUF file, with the same vocabulary; eagle3: a directory"""
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=0, le=64)] = 10

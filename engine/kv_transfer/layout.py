@@ -50,7 +50,7 @@ def differences(one: Mapping[str, str], other: Mapping[str, str]) -> str:
 
 def _shares_pages(config: EngineConfig) -> bool:
     """A draft model's keys and values lie beside the model's own."""
-    return config.scheduler.speculation.method in ("draft_model", "eagle3")
+    return config.scheduler.speculation.method in ("draft_model", "eagle3", "mtp")
 
 
 def weights_of(config: EngineConfig) -> str:

@@ -8,6 +8,7 @@ from engine.errors import ConfigError, UnsupportedModelError, WeightsError
 from engine.models.description import ModelDescription, describe
 from engine.models.eagle_spec import EagleSpec, read_eagle_spec
 from engine.models.facts import ModelFacts
+from engine.models.mtp_spec import MtpSpec, mtp_spec
 from engine.models.spec import DecoderSpec
 from engine.speculation_config import SpeculationConfig
 
@@ -17,12 +18,16 @@ class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelDescription | None = None
     """of a second model; None: it is a head"""
     head: EagleSpec | None = None
+    mtp: MtpSpec | None = None
+    """a head in the target's own checkpoint"""
 
     @property
     def spec(self) -> DecoderSpec:
         """Of its layers."""
         if self.head is not None:
             return self.head.layer
+        if self.mtp is not None:
+            return self.mtp.layer
         assert self.model is not None and self.model.spec is not None
         return self.model.spec
 
@@ -36,9 +41,12 @@ class DraftDescription(msgspec.Struct, frozen=True, kw_only=True):
         return () if self.head is None else self.head.shown_layers
 
 
-def describe_draft(config: SpeculationConfig, target: ModelFacts) -> DraftDescription | None:
+def describe_draft(config: SpeculationConfig, described: ModelDescription) -> DraftDescription | None:
     """None: drafts come from elsewhere. Raises ConfigError, UnsupportedModelError or WeightsError for what is no draft
     of this target."""
+    target = described.facts
+    if config.method == "mtp":
+        return DraftDescription(path=described.path, mtp=mtp_spec(described))
     if config.method not in ("draft_model", "eagle3") or config.model is None:
         return None
     if config.method == "eagle3" and target.states:

@@ -65,17 +65,19 @@ class EagleHead(nn.Module):
         (rope,) = layer.ropes
         self.rope = RopeTable(rope, max_position, device)
 
+    @property
+    def hidden_size(self) -> int:
+        return self.spec.layer.hidden_size
+
     def fuse(self, shown: torch.Tensor) -> torch.Tensor:
-        """What the target shows of each token, [tokens, 3 * target_hidden_size] → [tokens, hidden_size]."""
-        fused: torch.Tensor = self.fc(shown.contiguous())
+        """See `DraftHead`: of what three layers of the target were given, behind its last hidden states."""
+        fused: torch.Tensor = self.fc(shown[:, self.spec.target_hidden_size :].contiguous())
         return fused
 
-    def forward(
+    def guess(
         self, next_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, index: int
     ) -> torch.Tensor:
-        """`hidden` [tokens, hidden_size]: fused, or what this returned for the token before. int64 [tokens]: `next_ids`
-        of the tokens behind those at `positions`. Returns [tokens, hidden_size], from which the token behind the next
-        one is guessed. `index`: of the layer, for `attend`."""
+        """See `DraftHead`."""
         rope = self.rope(positions, self.dtype)
         return self.layer.guess(self.embed_tokens(next_ids), hidden, rope, attend, index)
 

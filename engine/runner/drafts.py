@@ -11,15 +11,17 @@ from attention_backends.interface import AttentionBackend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
+from engine.models.description import ModelDescription
 from engine.models.drafts import DraftDescription, check_length, describe_draft
 from engine.models.eagle import EagleHead
 from engine.models.facts import ModelFacts
 from engine.models.fallback.model import FallbackModel
+from engine.models.mtp import MtpHead
 from engine.runner.draft_model import DraftModelProposer
-from engine.runner.eagle import EagleProposer
+from engine.runner.head_drafts import HeadProposer
 from engine.runner.proposals import Proposer
 from engine.weights.eagle_loader import load_eagle
-from engine.weights.loader import load_weights
+from engine.weights.loader import load_mtp, load_weights
 
 if TYPE_CHECKING:
     from engine.runner.draft_passes import DraftPasses
@@ -35,7 +37,7 @@ class DraftParts:
     """less what it shares with the target"""
 
 
-def draft_of(config: EngineConfig, target: ModelFacts) -> DraftDescription | None:
+def draft_of(config: EngineConfig, target: ModelDescription) -> DraftDescription | None:
     """Raises what `describe_draft` and `check_length` do."""
     draft = describe_draft(config.scheduler.speculation, target)
     if draft is not None:
@@ -58,6 +60,11 @@ def load_draft(
     """Raises WeightsError."""
     dtype, device = target.dtype, next(target.parameters()).device
     length = config.model.max_model_len
+    if description.mtp is not None:
+        assert isinstance(target, Decoder)
+        mtp = MtpHead(description.mtp, target, max_position=length)
+        how, seed = config.model.load_format, config.model.seed
+        return DraftParts(mtp, description.facts, load_mtp(mtp, description.mtp, how, seed, packer))
     if description.model is not None:
         model = Decoder(description.spec, dtype=dtype, device=device, max_position=length)
         weight_bytes = load_weights(
@@ -71,8 +78,8 @@ def load_draft(
 
 def draft_proposer(draft: DraftParts, passes: DraftPasses, first_layer: int) -> Proposer:
     """`first_layer`: the draft's, counted behind the target's."""
-    if isinstance(draft.model, EagleHead):
-        return EagleProposer(draft.model, first_layer, passes)
+    if isinstance(draft.model, EagleHead | MtpHead):
+        return HeadProposer(draft.model, first_layer, passes)
     attend = passes.attention.attend
     draft.model.set_attention(lambda q, k, v, out, layer: attend(q, k, v, out, first_layer + layer))
     return DraftModelProposer(draft.model, passes)

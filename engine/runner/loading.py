@@ -203,7 +203,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     place = _place(config, group, replicas)
     if group is not None or replicas is not None:
         spec, facts = _part(description, place)
-    draft = draft_of(config, facts)
+    draft = draft_of(config, description)
     if draft is not None and draft.shown_layers and description.spec is None:
         raise ConfigError("speculative_config: an EAGLE-3 head needs a model that runs natively; use method 'ngram'")
     # The backend first: that none fits, or not the graphs, is known in a moment, weights take seconds. Ranks have the

@@ -24,6 +24,8 @@ from engine.models.head import Head
 from engine.models.heads import head_rows
 from engine.models.layers import Linear
 from engine.models.mixers import MixerSpec
+from engine.models.mtp import MtpHead
+from engine.models.mtp_spec import MtpSpec
 from engine.models.rope import RopeTable
 from engine.models.sharding import Shard
 from engine.models.spec import DecoderSpec
@@ -83,9 +85,7 @@ def load_weights(
             rows = stacked_rows(_rows_of(spec, family.gguf_rows or family.weight_rows))
             source = GgufSource(description.path, spec.facts, list(rows))
         else:
-            source = SafetensorsSource(description.path)
-            if description.quantized is not None:
-                source = QuantizedSource(source, description.quantized)
+            source = _directory(description)
         with source, torch.no_grad():
             if family.stacked_rows is not None and any(name.endswith(_STACKED) for name in source.shapes()):
                 rows = _rows_of(spec, family.stacked_rows)
@@ -106,6 +106,35 @@ def load_weights(
     return weight_bytes(model)
 
 
+def load_mtp(
+    head: MtpHead, spec: MtpSpec, load_format: Literal["auto", "dummy"], seed: int, packer: AnyPacker | None
+) -> int:
+    """Fill a head from its target's checkpoint; otherwise as `load_weights`."""
+    ways, target = spec.rows(), spec.target
+    if load_format == "dummy":
+        fill_randomly(head, seed)
+        if packer is not None:
+            _pack(head, None, ways[0], packer)
+        return weight_bytes(head)
+    assert target.spec is not None
+    with _directory(target) as source, torch.no_grad():
+        found, family = source.shapes(), family_named(target.spec.family)
+        ways = [_as_named(rows, family, source) for rows in ways]
+        if not any(name in found for rows in ways for name in rows):
+            raise WeightsError(
+                f"speculative_config: method 'mtp': {target.path} has no tensor {next(iter(ways[0]))}: its checkpoint "
+                "holds no layer that predicts further tokens; use method 'ngram'"
+            )
+        rows = next((rows for rows in ways if rows.keys() <= found.keys()), ways[0])
+        _fill(head, ArrangedSource(source, rows, re.compile("")), rows, packer)
+    return weight_bytes(head)
+
+
+def _directory(description: ModelDescription) -> WeightSource:
+    source = SafetensorsSource(description.path)
+    return source if description.quantized is None else QuantizedSource(source, description.quantized)
+
+
 def _rows_of(spec: DecoderSpec, names: Callable[[DecoderSpec], dict[str, Rows]]) -> dict[str, Rows]:
     return names(spec) if spec.head is None else {**names(spec), **head_rows(spec.head, spec.hidden_size)}
 
@@ -119,7 +148,7 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
         theirs = r"(self_attn\.(k_proj|v_proj|k_norm|v_norm)|attn_(k|v|k_norm))"
         endings.append(rf"(layers|blk)\.({'|'.join(sharing)})\.{theirs}\.")
     if family.predicts_more:
-        model = re.escape(family.prefix)
+        model = f"({re.escape(family.prefix)})?"
         endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers|mtp)\.")
     if family.wrapper is not None:
         endings += [f"^{re.escape(prefix)}" for prefix in family.wrapper.others]

@@ -54,6 +54,15 @@ def weight_bytes(spec: DecoderSpec, dtype_bytes: int, quantization: Quantization
     return total + dtype_bytes * rows * width if spec.begins and not spec.tie_embeddings else total
 
 
+def mtp_weight_bytes(layer: DecoderSpec, dtype_bytes: int, quantization: Quantization, place: Place | None) -> int:
+    """As `weight_bytes`, of a head for multi-token prediction: its layer, and what leads into it."""
+    hidden = layer.hidden_size
+    matrix = _MATRIX_FORMAT.get(quantization, Format.BFLOAT16) if place is not None else None
+    norms = 2 * hidden * (4 if layer.norm == "rms_wide" else dtype_bytes)
+    joining = _matrix_bytes(hidden, 2 * hidden, matrix, dtype_bytes, place)
+    return weight_bytes(layer, dtype_bytes, quantization, place) + joining + norms
+
+
 def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec, place: Place = "cpu") -> int:
     """Of a GGUF file that runs from its blocks."""
     vector_bytes = 4 if spec.norm == "rms_wide" else 2

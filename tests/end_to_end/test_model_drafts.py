@@ -20,7 +20,7 @@ from engine import LLM, EngineArgs, SamplingParams, StructuredOutputsParams
 from engine.errors import ConfigError, EngineError
 from engine.resolve import resolve_here
 from engine.runner.draft_model import DraftModelProposer
-from engine.runner.eagle import EagleProposer
+from engine.runner.head_drafts import HeadProposer
 from engine.runner.model_runner import ModelRunner
 from engine.runner.paged_attention import PagedAttention
 
@@ -106,7 +106,7 @@ def prompts() -> list[Any]:
 
 def generated(monkeypatch: pytest.MonkeyPatch, models: Models, temperature: float, **settings: Any) -> Drafted:
     found = Drafted()
-    for proposer in (DraftModelProposer, EagleProposer):
+    for proposer in (DraftModelProposer, HeadProposer):
         watch(monkeypatch, proposer, found)
     given: dict[str, Any] = {"kv_cache_memory": 8 << 20, "max_num_batched_tokens": 48, "max_num_seqs": 6, **settings}
     args = EngineArgs(
@@ -206,7 +206,7 @@ def tops(logprobs: Any) -> list[list[tuple[int, float]]]:
 @pytest.mark.parametrize("draft", ["another", "head"])
 def test_whatever_a_request_asks_for(monkeypatch: pytest.MonkeyPatch, models: Models, draft: str) -> None:
     path, method = (models.head, "eagle3") if draft == "head" else (models.other, "draft_model")
-    watch(monkeypatch, EagleProposer if draft == "head" else DraftModelProposer, Drafted())
+    watch(monkeypatch, HeadProposer if draft == "head" else DraftModelProposer, Drafted())
     found = []
     for drafts in ({"num_speculative_tokens": 0}, config(method, path)):
         settings: dict[str, Any] = {"dtype": "float32", "compile": "none", "max_num_batched_tokens": 48}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from stored_forms import FORMS, quantized_model
 from transformers import DeepseekV3Config
 
@@ -18,6 +20,7 @@ from tiny_models import hf_logits
 from engine.config import EngineArgs
 from engine.models.decoder import Decoder
 from engine.models.description import describe
+from engine.models.mtp import MtpHead
 from engine.resolve import resolve_here
 from engine.runner.loading import load_parts
 from engine.weights.loader import load_weights
@@ -55,3 +58,32 @@ def test_the_model_is_that_of_the_checkpoint_and_takes_what_is_told(form: str, t
     assert description.quantized is not None
     told = stored_weight_bytes(str(tmp_path), description.quantized, description.spec)
     assert told == load_parts(config).weight_bytes
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["fp8_blocks", "gptq_symmetric"])
+def test_a_head_that_predicts_more_is_read_as_it_is_stored(form: str, tmp_path: Path) -> None:
+    """The third of three layers is one behind two; what leads into it is stored plainly."""
+    deeper = DeepseekV3Config(**{**DENSE.to_dict(), "num_hidden_layers": 3, "first_k_dense_replace": 3})
+    third = quantized_model(deeper, FORMS[form], tmp_path).model.layers[2]
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    changed = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "mlp_layer_types": None}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changed}))
+    size = DENSE.hidden_size
+    shapes = {"eh_proj": (size, 2 * size), "enorm": (size,), "hnorm": (size,), "shared_head.norm": (size,)}
+    leads = {f"model.layers.2.{name}.weight": torch.rand(shape) for name, shape in shapes.items()}
+    save_file({**load_file(file), **leads}, file)
+    mtp = {"method": "mtp", "num_speculative_tokens": 2}
+    for dtype in ("float32", "bfloat16"):
+        args = EngineArgs(model=str(tmp_path), device="cpu", dtype=dtype, speculative_config=mtp, compile="none")
+        draft = load_parts(resolve_here(args)[1]).draft
+        assert draft is not None and isinstance(draft.model, MtpHead)
+        (layer,) = draft.model.layers
+        if dtype == "float32":
+            torch.testing.assert_close(layer.o_proj.weight, third.self_attn.o_proj.weight)
+            torch.testing.assert_close(
+                layer.gate_up_proj.weight[: len(third.mlp.gate_proj.weight)], third.mlp.gate_proj.weight
+            )
+            torch.testing.assert_close(draft.model.fc.weight, leads["model.layers.2.eh_proj.weight"])
+        else:
+            assert layer.o_proj.format == FORMS[form].format

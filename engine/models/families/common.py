@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_RANGES
+from engine.models.families.mtp import MtpNames
 from engine.models.families.rows import Rows
 from engine.models.heads import HEADS, HeadForm
 from engine.models.json_file import shown
@@ -90,6 +91,8 @@ class Family(msgspec.Struct, frozen=True):
     predicts_more: bool = False
     """a checkpoint may hold layers beyond the model's, which predict further tokens and are left out"""
     wrapper: Wrapper | None = None
+    mtp: MtpNames | None = None
+    """the first of those layers, where it is known how it is used"""
 
 
 def with_defaults(config: Config, **defaults: object) -> Config:

@@ -6,6 +6,7 @@ from engine.errors import UnsupportedModelError
 from engine.models.families.common import Config, Family, integer, number, with_defaults
 from engine.models.families.latents import latent_spec
 from engine.models.families.mixtures import first_dense, sigmoid_router, with_deepseek_experts
+from engine.models.families.mtp import MtpNames
 from engine.models.families.names import LLAMA_NAMES
 from engine.models.json_file import shown
 from engine.models.spec import DecoderSpec, RouterSpec
@@ -48,4 +49,15 @@ def deepseek_v3_spec(config: Config) -> DecoderSpec:
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", deepseek_v2_spec, LLAMA_NAMES.rows)
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", deepseek_v3_spec, LLAMA_NAMES.rows, predicts_more=True)
+_MTP = MtpNames(
+    count="num_nextn_predict_layers",
+    layer="model.layers.{}",
+    fc="model.layers.{}.eh_proj",
+    next_norm="model.layers.{}.enorm",
+    hidden_norm="model.layers.{}.hnorm",
+    final_norm="model.layers.{}.shared_head.norm",
+    names=(LLAMA_NAMES,),
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", deepseek_v3_spec, LLAMA_NAMES.rows, predicts_more=True, mtp=_MTP
+)

@@ -16,6 +16,7 @@ from engine.models.families.common import (
     with_defaults,
 )
 from engine.models.families.mixtures import experts_spec, sparse_layers, with_experts
+from engine.models.families.mtp import MtpNames
 from engine.models.families.names import Names
 from engine.models.families.qwen_moe import SHARED
 from engine.models.families.rows import ExpertNames
@@ -96,6 +97,7 @@ def _wrapper(architecture: str) -> Wrapper:
     return Wrapper(architecture, "model.language_model.", replaces="model.", others=("model.visual.",))
 
 
+_COUNT = "mtp_num_hidden_layers"
 QWEN3_5 = Family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
@@ -103,6 +105,7 @@ QWEN3_5 = Family(
     _NAMES.rows,
     predicts_more=True,
     wrapper=_wrapper("Qwen3_5ForConditionalGeneration"),
+    mtp=MtpNames(count=_COUNT, names=(_NAMES,)),
 )
 QWEN3_5_MOE = Family(
     "qwen3_5_moe_text",
@@ -112,5 +115,13 @@ QWEN3_5_MOE = Family(
     stacked_rows=_STACKED.rows,
     predicts_more=True,
     wrapper=_wrapper("Qwen3_5MoeForConditionalGeneration"),
+    mtp=MtpNames(count=_COUNT, names=(_STACKED, _MIXTURE)),
 )
-QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", qwen3_next_spec, _NEXT.rows, predicts_more=True)
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    qwen3_next_spec,
+    _NEXT.rows,
+    predicts_more=True,
+    mtp=MtpNames(count="num_nextn_predict_layers", names=(_NEXT,)),
+)

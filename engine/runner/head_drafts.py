@@ -1,8 +1,9 @@
-"""Drafts from a head that sees the target's own hidden states (EAGLE-3, Li et al., 2025).
+"""Drafts from a head that sees the target's own hidden states: EAGLE-3 (Li et al., 2025), and the target's own
+multi-token prediction.
 
-At position p the head is given what the target made of token p, fused from three of its layers, and the embedding of
-token p + 1, and guesses token p + 2. Behind the last position that the target has computed it goes on with its own
-output in the place of the target's.
+At position p the head is given what the target made of token p (EAGLE-3: fused from three of its layers; else its last
+hidden state) and the embedding of token p + 1, and guesses token p + 2. Behind the last position that the target has
+computed it goes on with its own output in the place of the target's.
 
 What its keys and values are made of. Entry p is written when the target has computed p and token p + 1 is known, that
 is at the end of the same step: within a prompt the next token is there, behind it the sampled one. So a chunk's first
@@ -14,22 +15,46 @@ prompt part knows the first sample's; and those behind a wrong draft, until the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from engine.models.eagle import EagleHead
+from engine.models.decoder_layer import Attend
 from engine.runner.batch import StepBatch
 from engine.runner.draft_passes import DraftPasses
 
 
-class EagleProposer:
+class DraftHead(Protocol):
+    dtype: torch.dtype
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    def fuse(self, shown: torch.Tensor) -> torch.Tensor:
+        """What the target's forward pass returned of each token → [tokens, hidden_size]."""
+        ...
+
+    def guess(
+        self, next_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, attend: Attend, index: int
+    ) -> torch.Tensor:
+        """`hidden` [tokens, hidden_size]: fused, or what this returned for the token before. int64 [tokens]: `next_ids`
+        of the tokens behind those at `positions`. Returns [tokens, hidden_size], from which the token behind the next
+        one is guessed. `index`: of the layer, for `attend`."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] → float32 [rows, vocab_size of the target], -inf where it cannot guess."""
+        ...
+
+
+class HeadProposer:
     """`layer`: the head's, counted behind the target's in `passes.attention`."""
 
-    def __init__(self, head: EagleHead, layer: int, passes: DraftPasses) -> None:
+    def __init__(self, head: DraftHead, layer: int, passes: DraftPasses) -> None:
         self._head, self._layer, self._passes, self._table = head, layer, passes, passes.table
-        size = (self._table.max_rows, head.spec.layer.hidden_size)
+        size = (self._table.max_rows, head.hidden_size)
         self._last = torch.zeros(size, dtype=head.dtype, device=self._table.tokens.device)
         """of each row, the head's output at the last position that the target has computed rightly"""
         self._ready: set[int] = set()
@@ -51,10 +76,9 @@ class EagleProposer:
         return counts
 
     def observe(self, batch: StepBatch, hidden: torch.Tensor) -> None:
-        """See `Proposer`. `hidden` [tokens, (1 + 3) * hidden_size of the target]: with what its layers show."""
-        attention = batch.attention[0]
-        count, size = attention.num_tokens, self._head.spec.target_hidden_size
-        shown = F.pad(hidden[:, size:], (0, 0, 0, count - len(hidden)))
+        """See `Proposer`. `hidden`: with what the target's layers show, if any do."""
+        count = batch.attention[0].num_tokens
+        shown = F.pad(hidden, (0, 0, 0, count - len(hidden)))
         rows, positions = self._rows_of_tokens(batch, count), batch.positions[:count]
         next_ids = self._table.tokens[rows, positions + 1].to(torch.int64)
         self._passes.attention.begin_step(batch.attention)
@@ -66,8 +90,7 @@ class EagleProposer:
         self._ready.discard(row)
 
     def _guess(self, next_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        guessed: torch.Tensor = self._head(next_ids, positions, hidden, self._passes.attention.attend, self._layer)
-        return guessed
+        return self._head.guess(next_ids, positions, hidden, self._passes.attention.attend, self._layer)
 
     def _rows_of_tokens(self, batch: StepBatch, count: int) -> torch.Tensor:
         """int64 [count]; a padding's is any."""
