@@ -1,11 +1,10 @@
 """Compile every CUDA kernel of the tree for every target without a GPU, and read what ptxas says of each: a kernel that
 spills more registers than its stated budget fails the build.
 
-Run: python tools/compile_cuda.py [--exhaustive] [--jobs N]. Of attention every pair of target, head size and types is
-compiled, of the cache's kernels, which use few registers, each target, head size and types; with --exhaustive every
-combination. Prints a table of registers, shared memory, stack and spills. Exits 1 when a unit does not compile, a
-kernel spills beyond its budget, or no kernel was found. Without nvcc it says SKIPPED loudly and exits 0: the binding,
-which needs only a C++ compiler, is compiled all the same.
+Run: python tools/compile_cuda.py [--exhaustive] [--jobs N]. Every pair of target, head size and types is compiled, with
+--exhaustive every combination. Prints a table of registers, shared memory, stack and spills. Exits 1 when a unit does
+not compile, a kernel spills beyond its budget, or no kernel was found. Without nvcc it says SKIPPED loudly and exits 0:
+the binding, which needs only a C++ compiler, is compiled all the same.
 
 What ptxas said is kept in the cache directory under the hash of all that decides it: `Toolchain`.
 """
@@ -205,13 +204,6 @@ def kinds(exhaustive: bool) -> Iterator[CudaKernels]:
                 yield CudaKernels(head_dim, dtype, kv_dtype, capability)
 
 
-def units(exhaustive: bool) -> list[Unit]:
-    """Of attention all `kinds`; of the rest, unless `exhaustive`, as many as meet each head size, types and target."""
-    wanted = list(kinds(exhaustive))
-    few = wanted if exhaustive else wanted[:: len(TYPES) + 1]
-    return [Unit(each, one) for each in translation_units() for one in (wanted if each.stem == "attention" else few)]
-
-
 def compile_bindings(compiler: str, scratch: Path) -> str:
     """Compile the binding for every combination of types (a head size is only a number to it); raises BuildError."""
     started = time.perf_counter()
@@ -249,18 +241,18 @@ def compile_kernels(toolchain: Toolchain, units: Sequence[Unit], jobs: int) -> l
                         f"{unit.source.name} {unit.title} {report.architecture}: {report.name} spills "
                         f"{report.spills} bytes, its budget is {allowed}"
                     )
-    print_table(rows, Counter((unit.source.name, f"sm_{unit.kernels.architecture}") for unit in units))
+    print_table(rows, Counter(f"sm_{unit.kernels.architecture}" for unit in units if unit.source == units[0].source))
     print("".join(f"{name}: {took_s:.1f} s of nvcc in all\n" for name, took_s in seconds.items()), end="")
     if not rows:
         failures.append("no CUDA kernel was found")
     return failures
 
 
-def print_table(rows: dict[tuple[str, KernelReport], list[str]], kinds_of: Counter[tuple[str, str]]) -> None:
+def print_table(rows: dict[tuple[str, KernelReport], list[str]], kinds_of: Counter[str]) -> None:
     """One line per unit, kernel and target; kinds for which all figures are equal share one."""
     print(f"{'unit':14} {'target':7} {'regs':>4} {'shared':>6} {'stack':>5} {'spilled':>7}  kernel [kinds]")
     for (unit, report), titles in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1].name)):
-        among = "all" if len(titles) == kinds_of[unit, report.architecture] else " ".join(titles)
+        among = "all" if len(titles) == kinds_of[report.architecture] else " ".join(titles)
         print(
             f"{unit:14} {report.architecture:7} {report.registers:4} {report.shared:6} {report.stack:5} "
             f"{report.spills:7}  {report.name} [{among}]"
@@ -286,8 +278,9 @@ def main() -> int:
         if nvcc is None:
             print("SKIPPED: no nvcc here; the CUDA kernels were NOT compiled, and nothing is known of their spills")
         else:
+            units = [Unit(source, each) for each in kinds(arguments.exhaustive) for source in translation_units()]
             toolchain = Toolchain(nvcc, scratch, default_cache_dir())
-            failures += compile_kernels(toolchain, units(arguments.exhaustive), arguments.jobs)
+            failures += compile_kernels(toolchain, units, arguments.jobs)
     print("\n".join(f"FAILED {failure}" for failure in failures) or "no failures")
     return 1 if failures else 0
 

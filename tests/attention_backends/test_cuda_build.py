@@ -230,19 +230,6 @@ def test_output_that_does_not_tell_of_spills_is_an_error() -> None:
             compile_cuda.parse_ptxas(kept)
 
 
-def test_of_the_caches_kernels_each_value_is_compiled_and_of_attention_each_pair() -> None:
-    units = tool().units(exhaustive=False)
-    attention, cache = ([unit.kernels for unit in units if unit.source.stem == stem] for stem in ("attention", "cache"))
-    assert len(attention) == 16 and len(cache) == 4
-    for kernels in (attention, cache):
-        assert {each.head_dim for each in kernels} == {64, 96, 128, 256}
-        assert len({(each.dtype, each.kv_dtype) for each in kernels}) == 4
-        assert {each.capability for each in kernels} == {(8, 0), (8, 9), (9, 0)}
-    assert len({(each.head_dim, each.dtype, each.kv_dtype) for each in attention}) == 16
-    assert len({(each.head_dim, each.capability) for each in attention}) == 12
-    assert len(tool().units(exhaustive=True)) == 2 * 48
-
-
 def test_a_budget_covers_its_kernel_and_head_size_only() -> None:
     compile_cuda = tool()
     budgets = (compile_cuda.Budget("prefill_kernel", 256, 64, "accumulators of two row tiles"),)
