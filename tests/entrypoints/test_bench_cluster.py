@@ -68,6 +68,11 @@ def test_no_amount_is_negative_and_few_steps_are_too_few() -> None:
         read_costs(b"{}", "x.json")
 
 
+def staged_config(model: Path) -> EngineConfig:
+    settings = {"device": "cpu", "max_num_batched_tokens": 256, "pipeline_parallel_size": 2}
+    return resolve_here(make_args(str(model), settings))[1]
+
+
 def test_one_request_takes_its_steps(config: EngineConfig) -> None:
     [arrival] = given(config, rate=1e-9, seconds=0.0, output_len=8)
     seen = replicated(config, costs(), 1, Router(16)).run([arrival])
@@ -79,8 +84,7 @@ def test_one_request_takes_its_steps(config: EngineConfig) -> None:
 
 def test_stages_compute_side_by_side_what_is_in_different_steps(model: Path, config: EngineConfig) -> None:
     """Two sequences in turn: each step passes two stages of 5.5 ms, and one leaves the last one every 5.5 ms."""
-    settings = {"device": "cpu", "max_num_batched_tokens": 256, "pipeline_parallel_size": 2}
-    staged = resolve_here(make_args(str(model), settings))[1]
+    staged = staged_config(model)
     halves = Stages((0.5, 0.5))
     [alone] = given(config, rate=1e-9, seconds=0.0, output_len=9)
     seen = replicated(staged, costs(), 1, Router(16), halves).run([alone])
@@ -92,6 +96,13 @@ def test_stages_compute_side_by_side_what_is_in_different_steps(model: Path, con
     busy = given(config, rate=80.0)
     both, one = (replicated(staged, costs(), 1, Router(16), each).run(busy) for each in (halves, Stages((1.0, 0.0))))
     assert both.tokens_per_s > 1.7 * one.tokens_per_s
+
+
+def test_a_step_hops_from_stage_to_stage_and_back(model: Path, config: EngineConfig) -> None:
+    staged = staged_config(model)
+    one = given(config, rate=1e-9, seconds=0.0, output_len=9)
+    here, there = (replicated(staged, costs(), 1, Router(16), Stages((0.5, 0.5), hop)).run(one) for hop in (0.0, 0.002))
+    assert there.tpot_p50 - here.tpot_p50 == pytest.approx(0.004)
 
 
 def test_a_stage_holds_its_layers_and_the_last_one_samples(model: Path) -> None:

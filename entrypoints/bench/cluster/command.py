@@ -80,6 +80,8 @@ def add_commands(commands: Any) -> None:
         metavar="MB",
         help="and how many MB a second move then; tools/bench_disaggregation.py measures both",
     )
+    hop_help = "from one stage of a replica to the next; tools/bench_stages.py measures it (default: nothing)"
+    cluster.add_argument("--hop-ms", type=positive, metavar="MS", help=hop_help)
     cluster.add_argument(
         "--cell",
         type=count,
@@ -124,6 +126,8 @@ def check(options: argparse.Namespace) -> None:
     wanted = wanted_layouts(options)
     apart = any(each.prefill for each in wanted)
     _check_effects(options, apart)
+    if all(each.stages == 1 for each in wanted):
+        refuse_without_effect(options.parser, options, ("hop_ms",), "without layouts of stages, as 1x2")
     _check_loss(options, wanted)
     _check_link(options, apart)
     if options.cell is not None and options.real:

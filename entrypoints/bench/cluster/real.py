@@ -26,7 +26,10 @@ def run_really(config: EngineConfig, router: Router, arrivals: Sequence[Arrival]
     try:
         client.start()
         client.wait_compiled()
-        return asyncio.run(_serve(client, arrivals, Pace(costs, arrivals)))
+        pace = Pace(costs, arrivals)
+        outcome = asyncio.run(_serve(client, arrivals, pace))
+        found = pace.found if config.parallel.pipeline == 1 else None  # steps of stages overlap
+        return msgspec.structs.replace(outcome, pace=found)
     finally:
         client.close()
 
@@ -47,4 +50,4 @@ async def _serve(client: ReplicatedClient, arrivals: Sequence[Arrival], pace: Pa
         pace.take_in(outputs)
         stats = [*client.stats_of_each().values()]
     await sending
-    return msgspec.structs.replace(seen.outcome(*loads_and_hits(stats)), pace=pace.found)
+    return seen.outcome(*loads_and_hits(stats))

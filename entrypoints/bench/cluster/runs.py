@@ -80,7 +80,8 @@ class Runs:
             return prefill_apart(prefill, decode, costs, layout, link)
         model, config = self._resolved[layout.stages]
         router = ROUTERS[options.router](config.cache.block_size)
-        return replicated(config, costs, cell, router, stages_of(model.spec, layout.stages))
+        hop_s = (options.hop_ms or 0.0) / 1e3
+        return replicated(config, costs, cell, router, stages_of(model.spec, layout.stages, hop_s))
 
     def _resolve(self, args: EngineArgs, stages: int) -> tuple[ModelDescription, EngineConfig]:
         model, config = resolve_here(msgspec.structs.replace(args, pipeline_parallel_size=stages))

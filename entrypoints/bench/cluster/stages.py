@@ -13,6 +13,8 @@ from entrypoints.bench.cluster.costs import StepCosts, StepWork
 class Stages(msgspec.Struct, frozen=True):
     shares: tuple[float, ...] = (1.0,)
     """of what the layers take"""
+    hop_s: float = 0.0
+    """from a stage to the next one that has a step, and from the last one's tokens to the first stage"""
 
     def seconds(self, costs: StepCosts, work: StepWork) -> list[float]:
         """Of each stage; the last one has the unembedding."""
@@ -27,10 +29,10 @@ class Stages(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(of_all, **changes)
 
 
-def stages_of(spec: DecoderSpec | None, count: int) -> Stages:
+def stages_of(spec: DecoderSpec | None, count: int, hop_s: float = 0.0) -> Stages:
     """As the engine divides the layers (`engine.models.stages`)."""
     if spec is None or count == 1:
         return Stages()
     weights = [layer_weights(spec, layer) for layer in spec.layers]
     spans = [layers_of(spec, Stage(index, count)) for index in range(count)]
-    return Stages(tuple(sum(weights[span.first : span.end]) / sum(weights) for span in spans))
+    return Stages(tuple(sum(weights[span.first : span.end]) / sum(weights) for span in spans), hop_s)

@@ -46,8 +46,9 @@ class VirtualExecutor:
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         end = self.now + (len(plan.swap_in) + len(plan.swap_out)) * self._costs.swap_block_s / 2
         for index, seconds in enumerate(self._stages.seconds(self._costs, StepWork.of(plan.rows))):
-            end = self._free_at[index] = max(end, self._free_at[index]) + seconds
-        self._steps.append((plan, end))
+            arrived = end + self._stages.hop_s * (index > 0)
+            end = self._free_at[index] = max(arrived, self._free_at[index]) + seconds
+        self._steps.append((plan, end + self._stages.hop_s))
         done()
 
     def sample(self, masks: StepMasks) -> None:
