@@ -145,6 +145,7 @@ class Chaos:
         self.random, self.counts = random, Counter[str]()
         self.settled, self.fetched, self.failed = 0, 0.0, 0.0
         shared = [model, "--compile", "none", "--threads", "1", "--max-model-len", "512", *LIMITS]
+        shared += ["--dtype", "float32"]  # in bf16 near ties fall otherwise where the last tokens are computed alone
         if nixl:
             shared += ["--kv-transfer-config", '{"kv_connector_extra_config": {"backends": ["UCX"]}}']
         self.prefill = Process("--role", "prefill", *shared)
