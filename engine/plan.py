@@ -33,8 +33,9 @@ from engine.models.description import ModelDescription, describe
 from engine.models.drafts import describe_draft
 from engine.models.facts import ModelFacts
 from engine.models.gguf_header import read_gguf_header
+from engine.models.sharding import Shard
 from engine.models.spec import DecoderSpec
-from engine.models.stages import layers_of
+from engine.models.stages import Stage, layers_of
 from engine.models.step_memory import estimate_step_bytes, estimate_workspace_bytes
 from engine.parallel_settings import crowded, held_by_one, placed, rank_specs
 from engine.reports import LoadReport
@@ -151,8 +152,7 @@ class _Fit:
         scheduler, length = config.scheduler, config.model.max_model_len
         ranks = self.ranks(config)
         weights = self.weights(config.model.dtype, config.model.quantization) + self._draft_weights(config)
-        if config.lora is not None and self._model.spec is not None:
-            weights += table_bytes(self._model.spec, config.lora, DTYPE_BYTES[config.model.dtype])
+        weights += self._table_bytes(config)
         activations = self._activations(config, self._model.facts)
         workspace = estimate_workspace_bytes(scheduler.max_num_seqs, length, sizes.blocks_of(length))
         block_bytes = sizes.block_bytes
@@ -178,6 +178,14 @@ class _Fit:
             attention_backend="",
         )
 
+    def _table_bytes(self, config: EngineConfig, part: int = 0, stage: Stage | None = None) -> int:
+        """Of adapters, in one process or in one rank."""
+        spec, parallel = self._model.spec, config.parallel
+        if config.lora is None or spec is None:
+            return 0
+        shard = None if stage is None or parallel.tensor == 1 else Shard(part, parallel.tensor, parallel.experts)
+        return table_bytes(spec, config.lora, DTYPE_BYTES[config.model.dtype], shard, stage)
+
     def ranks(self, config: EngineConfig) -> list[RankPlan]:
         """Where there are several; of a model that runs through the library's module nothing is told."""
         spec = self._model.spec
@@ -192,7 +200,8 @@ class _Fit:
                     part=part,
                     layers=(layers.first, layers.end),
                     weight_bytes=self.weights(config.model.dtype, config.model.quantization, own)
-                    + self._draft_weights(config),
+                    + self._draft_weights(config)
+                    + self._table_bytes(config, part, stage),
                     activation_bytes=self._activations(config, own.facts, stage.is_last),
                 )
             )

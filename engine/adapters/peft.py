@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from safetensors.torch import load
 
 from engine.adapters.config import LoRAConfig
 from engine.adapters.request import LoRARequest
-from engine.adapters.targets import Part, Targets
+from engine.adapters.targets import Own, Part, Targets
 from engine.errors import ConfigError, InvalidRequestError, WeightsError
 from engine.models.json_file import read_json_object, shown
 from engine.models.spec import DecoderSpec
@@ -43,13 +44,13 @@ _NOTHING: dict[str, tuple[object, ...]] = {
 
 
 class Factors(NamedTuple):
-    """What an adapter adds to a part of a layer: B (A x)."""
+    """What an adapter adds to a part of a layer, as far as a rank has it: B (A x)."""
 
-    part: Part
+    own: Own
     a: torch.Tensor
     """[rank, inputs]"""
     b: torch.Tensor
-    """[outputs of the part, rank], as files have it, in the decoder's order"""
+    """[outputs, rank], as files have it, in the decoder's order"""
     scale: float
     """of their product"""
 
@@ -104,14 +105,22 @@ class AdapterFiles:
             raise WeightsError(f"{self._file}: more than {most} bytes, which adapters of rank {max_rank} have at most")
         return data
 
-    def factors(self, dtype: torch.dtype) -> list[Factors]:
+    def factors(self, dtype: torch.dtype, own_parts: Mapping[Part, Own]) -> list[Factors]:
+        """Of a rank, which has `own_parts`."""
         found = []
         for header in self._headers:
+            own = own_parts.get(header.part)
+            if own is None:
+                continue
             scale = self._alpha / (math.sqrt(header.rank) if self._root else header.rank)
-            b = rows_in_order(self._tensors[header.b], header.part.rows)
+            a, b = self._tensors[header.a], rows_in_order(self._tensors[header.b], header.part.rows)
+            if own.taken.rows is not None:
+                b = torch.cat([b[span.first : span.end] for span in own.taken.rows])
+            if own.taken.columns is not None:  # copied: what others have is not kept
+                a = a[:, own.taken.columns.first : own.taken.columns.end].clone()
             if b.dtype != dtype:
                 b, scale = (b.float() * scale).to(dtype), 1.0
-            found.append(Factors(header.part, self._tensors[header.a].to(dtype), b, scale))
+            found.append(Factors(own, a.to(dtype), b, scale))
         return found
 
     def _check(self, config: dict[str, object]) -> None:

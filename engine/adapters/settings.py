@@ -43,9 +43,6 @@ def _refuse(args: EngineArgs, kind: str, model: ModelDescription) -> None:
     """What adapters do not go together with so far."""
     if kind != "cpu" and args.speculative_config:
         raise ConfigError("enable_lora does not go together with speculative_config on GPUs so far: leave one out")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(args, name) > 1:
-            raise ConfigError(f"enable_lora does not go together with {name} above 1 so far: leave one out")
     for name in ("enable_expert_parallel", "kv_transfer_config", "kv_events_config"):
         if getattr(args, name):
             raise ConfigError(f"enable_lora does not go together with {name} so far: leave one out")

@@ -11,9 +11,12 @@ from engine.adapters.config import LoRAConfig
 from engine.adapters.linear import Adapted, Place, adapted
 from engine.adapters.peft import AdapterFiles, Factors
 from engine.adapters.request import LoRARequest
-from engine.adapters.targets import Targets
+from engine.adapters.targets import Own, Targets, own_parts
 from engine.models.decoder import Decoder
+from engine.models.parallel import SummedLinear
+from engine.models.sharding import Shard
 from engine.models.spec import DecoderSpec
+from engine.models.stages import Stage
 from engine.step import Rows
 
 _CPU = torch.device("cpu")
@@ -75,7 +78,10 @@ class AdapterTables:
         config: LoRAConfig,
         most_tokens: int,
         device: torch.device = _CPU,
+        shard: Shard | None = None,
+        stage: Stage | None = None,
     ) -> None:
+        """`spec`: of the whole model, of which `model` is that part of those layers."""
         self.num_slots, self.most_kept = config.max_loras, config.max_cpu_loras
         self.kept_bytes = 0
         """of factors that are kept beside those in slots, at most"""
@@ -83,28 +89,27 @@ class AdapterTables:
         self._targets = Targets(spec)
         self._step = StepAdapters(most_tokens, device)
         self.on_device = device.type == "cuda"
+        self._own = own_parts(spec, self._targets, shard, stage)
+        parts: dict[str, list[Own]] = {}
+        for own in self._own.values():
+            parts.setdefault(own.layer, []).append(own)
         self._layers: dict[str, Adapted] = {}
-        for name, parts in self._targets.parts.items():
-            path, _, attribute = name.rpartition(".")
-            layer = model.get_submodule(path)
-            linear = getattr(layer, attribute)
-            ends = tuple(part.rows.start + part.rows.count for part in parts)
+        for name, of_layer in parts.items():
+            ends = tuple(own.start + own.outputs for own in of_layer)
             place = Place(ends, self._step.table, config.max_loras, config.max_lora_rank, model.dtype, device)
-            self._layers[name] = adapted(linear, place)
-            setattr(layer, attribute, self._layers[name])
-            size = self._layers[name].a.nbytes + self._layers[name].b.nbytes
-            self.kept_bytes += size // config.max_loras * config.max_cpu_loras
+            self._layers[name] = layer = _replaced(model, name, place)
+            self.kept_bytes += (layer.a.nbytes + layer.b.nbytes) // config.max_loras * config.max_cpu_loras
 
     def read(self, adapter: LoRARequest) -> list[Factors]:
         """From its files. Raises `ConfigError` and `WeightsError`."""
-        return AdapterFiles(adapter, self._targets, self._max_rank).factors(self._dtype)
+        return AdapterFiles(adapter, self._targets, self._max_rank).factors(self._dtype, self._own)
 
     def write(self, slot: int, factors: list[Factors]) -> None:
         """The adapter is in the slot; no step in flight has a row of it."""
         for layer in self._layers.values():
             layer.ranks[slot].zero_()
-        for part, a, b, scale in factors:
-            self._layers[part.layer].write(slot, part.number, part.rows.start, a, b, scale)
+        for own, a, b, scale in factors:
+            self._layers[own.layer].write(slot, own.number, own.start, a, b, scale)
 
     def begin_step(self, slots_of_rows: np.ndarray, rows: Rows, ring: HostBuffers) -> None:
         """`slots_of_rows`: int32, by row of the device's tables; `ring`: for a device's copies."""
@@ -114,3 +119,16 @@ class AdapterTables:
             ring.commit()
         else:
             self._step.set(slots)
+
+
+def _replaced(model: Decoder, name: str, place: Place) -> Adapted:
+    """What is in the layer's place now. Before ranks add up their parts of a sum, each has changed its own."""
+    path, _, attribute = name.rpartition(".")
+    layer = model.get_submodule(path)
+    linear = getattr(layer, attribute)
+    if isinstance(linear, SummedLinear):
+        linear.part = changed = adapted(linear.part, place)
+    else:
+        changed = adapted(linear, place)
+        setattr(layer, attribute, changed)
+    return changed

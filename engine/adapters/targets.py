@@ -8,7 +8,10 @@ from engine.adapters.config import LoRAConfig
 from engine.models.families.registry import family_named
 from engine.models.families.rows import Rows
 from engine.models.mixers import MixerSpec
+from engine.models.sharding import Shard
 from engine.models.spec import DecoderSpec
+from engine.models.stages import Stage, stage_rows
+from engine.models.taken import Taken, shard_rows
 
 
 class Part(NamedTuple):
@@ -21,8 +24,22 @@ class Part(NamedTuple):
     rows: Rows
 
 
+class Own(NamedTuple):
+    """What a rank has of a part: some of its outputs, all over some of the inputs, or all of it."""
+
+    layer: str
+    """its own name of the layer"""
+    number: int
+    start: int
+    """of these outputs, among the rank's of the layer"""
+    outputs: int
+    inputs: int
+    taken: Taken
+    """of the part"""
+
+
 class Targets:
-    """Of a model. Torch-free."""
+    """Of a model, whole. Torch-free."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         family = family_named(spec.family)
@@ -63,10 +80,35 @@ class Targets:
         return sorted({name.rpartition(".")[2] for name in self.named})
 
 
-def table_bytes(spec: DecoderSpec, config: LoRAConfig, dtype_bytes: int) -> int:
-    """Of the factors that all slots have room for, and of those that are kept beside them."""
+def own_parts(
+    spec: DecoderSpec, targets: Targets, shard: Shard | None = None, stage: Stage | None = None
+) -> dict[Part, Own]:
+    """Of the model `spec`, in the order of each layer's outputs. A sum over ranks adds up what each of them makes of
+    its inputs, so B (A x) needs none of its own."""
+    named = {f"{part.layer} {part.number}": part for parts in targets.parts.values() for part in parts}
+    rows, cut = {name: part.rows for name, part in named.items()}, dict[str, tuple[Taken, int]]()
+    if shard is not None:
+        rows, cut = shard_rows(spec, shard, rows)
+    if stage is not None:
+        rows = stage_rows(spec, stage, rows)
+    found = {}
+    for name, part in named.items():
+        if (row := rows.get(name)) is not None:
+            taken = cut[name][0] if name in cut else Taken()
+            inputs = targets.inputs[part.layer] if taken.columns is None else taken.columns.count
+            layer = row.parameter.removesuffix(".weight")
+            found[part] = Own(layer, part.number, row.start, row.count, inputs, taken)
+    return found
+
+
+def table_bytes(
+    spec: DecoderSpec, config: LoRAConfig, dtype_bytes: int, shard: Shard | None = None, stage: Stage | None = None
+) -> int:
+    """Of the factors that all slots have room for, and of those that are kept beside them; a rank's of the model
+    `spec`."""
     kept = config.max_loras + config.max_cpu_loras
-    return kept * config.max_lora_rank * Targets(spec).values * dtype_bytes
+    values = sum(own.inputs + own.outputs for own in own_parts(spec, Targets(spec), shard, stage).values())
+    return kept * config.max_lora_rank * values * dtype_bytes
 
 
 def _layers(spec: DecoderSpec) -> dict[str, int]:

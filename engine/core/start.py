@@ -141,12 +141,9 @@ def _adapters(
 ) -> AdapterLoader | None:
     if config.lora is None:
         return None
-    tables = executor.adapter_tables() if isinstance(executor, HoldsAdapters) else None
-    if tables is None:
-        raise ConfigError("enable_lora: this executor's adapters are not in the core's process")
-    from engine.adapters.store import AdapterStore  # torch comes with it
-
-    return AdapterStore(tables, notify)
+    if not isinstance(executor, HoldsAdapters):
+        raise ConfigError("enable_lora: this executor loads no adapters")
+    return executor.adapters(notify)
 
 
 def _log(ready: CoreReady, warm_up: WarmUpReport, load: LoadReport) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
 from engine.core.wire import CoreFailed
 from engine.reports import LoadReport, WarmUpReport
@@ -74,6 +75,13 @@ class WarmUp(msgspec.Struct, frozen=True, tag="warm_up"):
     """Answered by `WarmedUp`."""
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Answered by `LoadedAdapter`, while steps go on. No row of a step in flight has the slot."""
+
+    adapter: LoRARequest
+    slot: int
+
+
 class Close(msgspec.Struct, frozen=True, tag="close"):
     """The worker leaves."""
 
@@ -91,8 +99,14 @@ class WarmedUp(msgspec.Struct, frozen=True, tag="warmed_up"):
     report: WarmUpReport
 
 
-Command = Load | Allocate | WarmUp | Close
-Answer = Loaded | Allocated | WarmedUp
+class LoadedAdapter(msgspec.Struct, frozen=True, tag="loaded_adapter"):
+    adapter: LoRARequest
+    problem: str | None
+    """why it is not there"""
+
+
+Command = Load | Allocate | WarmUp | LoadAdapter | Close
+Answer = Loaded | Allocated | WarmedUp | LoadedAdapter
 Message = Answer | CoreFailed
 """of a worker. `CoreFailed`: it leaves"""
 

@@ -20,6 +20,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from compilation.behind import CompileJob, Swap
+from engine.adapters.request import LoRARequest
+from engine.adapters.store import AdapterStore
 from engine.adapters.tables import AdapterTables
 from engine.config import EngineConfig
 from engine.errors import EngineError
@@ -216,8 +218,10 @@ class InProcessExecutor:
     def kv_memory(self) -> KVMemory:
         return self._call(lambda: self._loaded().kv_memory())
 
-    def adapter_tables(self) -> AdapterTables | None:
-        return self._loaded().adapters
+    def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterStore:
+        tables = self._loaded().adapters
+        assert tables is not None
+        return AdapterStore(tables, notify)
 
     def close(self) -> None:
         """Lets the running steps end, drops those behind them, joins the threads."""

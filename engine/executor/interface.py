@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
+from engine.adapters.interface import AdapterLoader
+from engine.adapters.request import LoRARequest
 from engine.executor.team import Team
 from engine.kv_transfer.memory import KVMemory
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from engine.adapters.tables import AdapterTables
 
 CompileState = Literal["done", "running", "failed"]
 """running: steps are computed eagerly until compiled pieces take over; failed: they stay eager (on a GPU, full
@@ -89,8 +88,7 @@ class HoldsPages(Protocol):
 
 @runtime_checkable
 class HoldsAdapters(Protocol):
-    """An executor whose adapters are in this process' memory."""
-
-    def adapter_tables(self) -> AdapterTables | None:
-        """None: the model has none."""
+    def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:
+        """Who loads adapters into the slots of a model that has them, once. `notify`, from any thread, is told what
+        has been loaded; without it loading waits."""
         ...

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from engine.adapters.interface import AdapterLoader
+from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
 from engine.errors import RANK_GRACE_S, EngineError, RankLostError
 from engine.executor.frames import (
@@ -30,7 +32,8 @@ from engine.executor.frames import (
     WorkerStart,
     encode_message,
 )
-from engine.executor.interface import CompileState, Executor, HoldsPages
+from engine.executor.group_adapters import GroupAdapters
+from engine.executor.interface import CompileState, Executor, HoldsAdapters, HoldsPages
 from engine.executor.joining import named
 from engine.executor.rank import MakeExecutor
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
@@ -188,6 +191,11 @@ class MultiprocExecutor:
             for tier, own in enumerate((mine.device, mine.host))
         )
         return KVMemory(device, host, mine.layout)
+
+    def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:
+        """See `HoldsAdapters`."""
+        assert isinstance(self._local, HoldsAdapters)
+        return GroupAdapters(self._serving(), self._local.adapters, notify)
 
     def close(self) -> None:
         """Steps in flight end with an error, the workers by themselves or by force; nothing is left."""

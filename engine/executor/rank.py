@@ -6,6 +6,7 @@ launches them, and this one takes the next plan meanwhile. Results are dropped: 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
+from engine.adapters.interface import AdapterLoader
+from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.executor.driver_link import DriverLeftError, DriverLink
@@ -24,13 +27,15 @@ from engine.executor.frames import (
     Frame,
     Kind,
     Load,
+    LoadAdapter,
     Loaded,
+    LoadedAdapter,
     WarmedUp,
     WarmUp,
     WorkerStart,
     decode_command,
 )
-from engine.executor.interface import Executor, HoldsPages
+from engine.executor.interface import Executor, HoldsAdapters, HoldsPages
 from engine.executor.joining import join, named
 from engine.step import StepMasks, StepResult, decode_masks, decode_plan, decode_result
 
@@ -59,6 +64,8 @@ class Rank:
             if memory >= 0:
                 os.close(memory)
         self._local = make_executor(config, group, self._receive_masks)
+        self._adapters: AdapterLoader | None = None
+        """once one was loaded"""
         self._ahead: deque[Frame] = deque()
         """plans that came before the masks of an earlier one"""
         self._home = threading.get_ident()
@@ -119,13 +126,15 @@ class Rank:
             self._collected += 1
 
     def _receive_masks(self) -> StepMasks:
-        """In the middle of a step: nothing else can come, but where several are in flight the plans of later ones."""
-        while (frame := self._link.receive()).kind is Kind.PLAN:
-            self._ahead.append(frame)
-        if frame.kind is Kind.MESSAGE and isinstance(decode_command(frame), Close):
-            raise DriverLeftError
-        if frame.kind is not Kind.MASKS:
-            raise EngineError(f"the step waits for its masks, and a frame of kind {frame.kind.name} came")
+        """In the middle of a step: nothing else can come but an adapter to load, and the plans of later steps where
+        several are in flight."""
+        while (frame := self._link.receive()).kind is not Kind.MASKS:
+            if frame.kind is Kind.PLAN:
+                self._ahead.append(frame)
+            elif frame.kind is not Kind.MESSAGE:
+                raise EngineError(f"the step waits for its masks, and a frame of kind {frame.kind.name} came")
+            elif not self._obey(frame):
+                raise DriverLeftError
         return decode_masks(frame.body)
 
     def _obey(self, frame: Frame) -> bool:
@@ -139,9 +148,24 @@ class Rank:
                 self._link.tell(Allocated(self._block_bytes()))
             case WarmUp():
                 self._warm_up()
+            case LoadAdapter():
+                self._load_adapter(command.adapter, command.slot)
             case Close():
                 return False
         return True
+
+    def _load_adapter(self, adapter: LoRARequest, slot: int) -> None:
+        if self._adapters is None:
+            assert isinstance(self._local, HoldsAdapters)
+            self._adapters = self._local.adapters(self._tell_of_adapter)
+        if self._adapters.load(adapter, slot):
+            self._tell_of_adapter(adapter)
+
+    def _tell_of_adapter(self, adapter: LoRARequest) -> None:
+        """From any thread."""
+        assert self._adapters is not None
+        with contextlib.suppress(OSError):  # the driver has gone
+            self._link.tell(LoadedAdapter(adapter, self._adapters.problem(adapter)))
 
     def _block_bytes(self) -> list[int]:
         if self._pages_fd is None:

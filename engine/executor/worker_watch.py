@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from engine import errors
 from engine.core.wire import CoreFailed
 from engine.errors import EngineError, in_words
-from engine.executor.frames import Answer, Close, encode_message
+from engine.executor.frames import Answer, Close, LoadedAdapter, encode_message
 from engine.executor.worker_link import Handle
 
 LOOK_S = 0.2
@@ -45,6 +45,8 @@ class WorkerWatch:
         self._failure: tuple[type[EngineError], str] | None = None
         self._answers: dict[int, SimpleQueue[Answer | None]] = {rank: SimpleQueue() for rank in ranks}
         """None: look at the failure"""
+        self.heard_of_adapter: Callable[[int, LoadedAdapter], None] | None = None
+        """called with a rank's answer, from the thread that watches; None: it is one of `answers`"""
         self._owed = 0
         self._looks = False
         """the thread wakes by itself"""
@@ -175,6 +177,8 @@ class WorkerWatch:
         for message in messages:
             if isinstance(message, CoreFailed):
                 self._fail(*_cause(worker.name, message))
+            elif isinstance(message, LoadedAdapter) and self.heard_of_adapter is not None:
+                self.heard_of_adapter(worker.rank, message)
             else:
                 self._answers[worker.rank].put(message)
 

@@ -30,7 +30,8 @@ class SummedLinear(nn.Module):
     def __init__(self, part: AnyLinear, group: Group, ahead: SummedNorm | None = None) -> None:
         """`ahead`: of its inputs."""
         super().__init__()
-        self.part, self.ahead = part, ahead
+        self.part: nn.Module = part
+        self.ahead = ahead
         self._name, self._all_reduce = group.name, group.all_reduce
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -224,7 +224,7 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
         choose_reading(on_host.ops, weight_bytes(model), Path(config.compile.cache_dir))
     draft_parts = None if draft is None else load_draft(config, draft, model, on_host)
     exchange = None if replicas is None else _exchange(config, model, replicas, dtype)
-    adapters = _adapters(config, model, device)
+    adapters = _adapters(config, model, description.spec, device, place)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -258,11 +258,18 @@ def _exchange(
     return exchange
 
 
-def _adapters(config: EngineConfig, model: Decoder | FallbackModel, device: torch.device) -> AdapterTables | None:
+def _adapters(
+    config: EngineConfig,
+    model: Decoder | FallbackModel,
+    whole: DecoderSpec | None,
+    device: torch.device,
+    place: _Place,
+) -> AdapterTables | None:
     if config.lora is None:
         return None
-    assert isinstance(model, Decoder)  # resolving refuses others
-    return AdapterTables(model, model.spec, config.lora, config.scheduler.max_num_batched_tokens, device)
+    assert isinstance(model, Decoder) and whole is not None  # resolving refuses others
+    _, shard, stage = place
+    return AdapterTables(model, whole, config.lora, config.scheduler.max_num_batched_tokens, device, shard, stage)
 
 
 _Place = tuple[Group | None, Shard | None, Stage | None]

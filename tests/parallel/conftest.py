@@ -10,7 +10,8 @@ import pytest
 from rank_processes import Workers
 
 sys.path += [
-    str(Path(__file__).parents[1] / room) for room in ("models", "cpu_kernels", "end_to_end", "executor", "core")
+    str(Path(__file__).parents[1] / room)
+    for room in ("models", "cpu_kernels", "end_to_end", "executor", "core", "adapters")
 ]
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 

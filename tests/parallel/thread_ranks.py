@@ -10,6 +10,9 @@ from typing import TypeVar
 
 from thread_group import Meeting, ThreadGroup
 
+from engine.adapters.interface import AdapterLoader
+from engine.adapters.request import LoRARequest
+from engine.adapters.store import AdapterStore
 from engine.config import EngineConfig
 from engine.executor.inline import InlineExecutor
 from engine.executor.interface import CompileState
@@ -86,8 +89,26 @@ class ThreadRanks:
     def team(self) -> Team | None:
         return None
 
+    def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:
+        return _ThreadAdapters([rank.adapters(None) for rank in self._ranks])
+
     def close(self) -> None:
         for rank in self._ranks:
             rank.close()
         for thread in self._threads:
             thread.shutdown()
+
+
+class _ThreadAdapters:
+    """Loads one rank's part after the other's."""
+
+    def __init__(self, loaders: list[AdapterStore]) -> None:
+        self._loaders = loaders
+        self.num_slots = loaders[0].num_slots
+
+    def load(self, adapter: LoRARequest, slot: int) -> bool:
+        done = [loader.load(adapter, slot) for loader in self._loaders]
+        return all(done)
+
+    def problem(self, adapter: LoRARequest) -> str | None:
+        return next((said for loader in self._loaders if (said := loader.problem(adapter)) is not None), None)
