@@ -132,6 +132,10 @@ def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
         assert isinstance(layer, DecoderLayer)
         ahead = _norm_of_states(layer, spec.mixer, group) if isinstance(spec.mixer, MambaSpec) else None
         replaced: dict[str, nn.Module] = {"o_proj": SummedLinear(layer.o_proj, group, ahead)}
+        if spec.side is not None:
+            assert layer.side_o_proj is not None
+            of_side = _norm_of_states(layer, spec.side, group)
+            replaced["side_o_proj"] = SummedLinear(layer.side_o_proj, group, of_side)
         if isinstance(spec.mixer, MixerSpec) and spec.mixer.qk_norm == "row":
             layer.rotation = None
             replaced |= _row_norms(layer, spec.mixer, shard, group)

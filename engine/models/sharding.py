@@ -16,7 +16,7 @@ import msgspec
 from engine.cpu_kernels.formats import PANEL
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.facts import ConvFacts, DeltaFacts, HeadsSpec, MambaFacts, StateFacts
-from engine.models.mixers import DeltaSpec, MambaSpec
+from engine.models.mixers import MambaSpec
 from engine.models.placement import ExpertPlacement
 from engine.models.spec import DecoderSpec, LayerSpec
 
@@ -164,8 +164,6 @@ def divided_mixer(mixer: Mixer, shard: Shard) -> Mixer:
     if isinstance(mixer, HeadsSpec):
         return msgspec.structs.replace(mixer, num_heads=own, num_kv_heads=shared)
     if isinstance(mixer, DeltaFacts):
-        if isinstance(mixer, DeltaSpec) and mixer.rank is not None and shard.size > 1:
-            raise UnsupportedModelError("tensor_parallel_size: Kimi's delta attention is not divided yet; use replicas")
         return msgspec.structs.replace(mixer, value_heads=own, key_heads=shared)
     if isinstance(mixer, MambaSpec) and mixer.normed and 1 < mixer.groups < shard.size:
         raise UnsupportedModelError(
@@ -195,15 +193,12 @@ def _with_own_experts(spec: DecoderSpec, shard: Shard) -> Iterator[LayerSpec]:
 
 
 def _layer(layer: LayerSpec, shard: Shard, own: tuple[int, ...] | None) -> LayerSpec:
-    if layer.side is not None:
-        raise UnsupportedModelError(
-            "tensor_parallel_size: layers that keep a state beside attention are not divided yet; use replicas"
-        )
     mixer, mlp, experts = divided_mixer(layer.mixer, shard), layer.mlp, layer.experts
+    side = None if layer.side is None else divided_mixer(layer.side, shard)
     if mlp is not None:
         mlp = msgspec.structs.replace(mlp, intermediate_size=units_of(mlp.intermediate_size, shard).count)
     if experts is not None and own is not None:
         experts = msgspec.structs.replace(experts, own=own)
     elif experts is not None:
         experts = msgspec.structs.replace(experts, inner_size=units_of(experts.inner_size, shard).count)
-    return msgspec.structs.replace(layer, mixer=mixer, mlp=mlp, experts=experts)
+    return msgspec.structs.replace(layer, mixer=mixer, side=side, mlp=mlp, experts=experts)

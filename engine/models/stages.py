@@ -141,8 +141,6 @@ def _check(spec: DecoderSpec, stages: int) -> None:
         raise UnsupportedModelError(f"{name}: inputs that each layer has of its own are not given to other stages")
     if spec.token_types:
         raise UnsupportedModelError(f"{name}: tokens of several kinds are not given to other stages")
-    if any(layer.side is not None for layer in spec.layers):
-        raise UnsupportedModelError(f"{name}: layers that keep a state beside attention run in one stage so far")
 
 
 def stage_rows(spec: DecoderSpec, stage: Stage, rows: dict[str, Rows]) -> dict[str, Rows]:

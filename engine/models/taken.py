@@ -68,9 +68,22 @@ def _of_layer(layer: LayerSpec, shard: Shard, name: str) -> Taken:
     if module == "experts" and experts is not None:
         units = units_of(experts.inner_size, shard)
         return Taken(columns=units) if name == "experts.down" else Taken(_first_rows(experts, units))
+    if layer.side is not None:
+        return _of_both(layer.mixer, layer.side, shard, name)
     if isinstance(mixer, MixerSpec):
         return _of_heads(mixer, shard, name)
     return _of_latents(mixer, shard, name) if isinstance(mixer, LatentSpec) else _of_states(mixer, shard, name)
+
+
+def _of_both(mixer: MixerSpec | LatentSpec | StateSpec, side: MambaSpec, shard: Shard, name: str) -> Taken:
+    """Of attention, and of what keeps a state beside it: the first matrix makes what both are given."""
+    assert isinstance(mixer, MixerSpec)
+    if name == "qkv_proj.weight":
+        behind = _of_states(side, shard, name).rows or ()
+        return Taken((*_heads(mixer, shard), *(span.times(1, mixer.first_size) for span in behind)))
+    if name == "side_o_proj.weight":
+        return _of_states(side, shard, "o_proj.weight")
+    return _of_states(side, shard, name) if name.startswith("mixing.") else _of_heads(mixer, shard, name)
 
 
 def _of_heads(mixer: MixerSpec, shard: Shard, name: str) -> Taken:
@@ -108,19 +121,35 @@ def _of_states(mixer: StateSpec, shard: Shard, name: str) -> Taken:
         if isinstance(mixer, DeltaSpec):
             values, keys, size = heads.times(mixer.value_dim), groups.times(mixer.key_dim), mixer.key_size
             channels = (keys, keys.times(1, size), values.times(1, 2 * size))
-            gates = (values.times(1, mixer.channels), heads.times(1, mixer.channels + mixer.value_size))
-            first = (*channels, *gates, heads.times(1, mixer.first_size - mixer.value_heads))
+            first = (*channels, *_gates(mixer, heads, values))
         else:
             values, keys, size = heads.times(mixer.head_dim), groups.times(mixer.state_size), mixer.inner_size
             channels = (values, keys.times(1, size), keys.times(1, size + mixer.groups * mixer.state_size))
             first = (values, *(each.times(1, size) for each in channels), heads.times(1, size + mixer.channels))
         rates = (heads,)
+        if isinstance(mixer, DeltaSpec) and name in ("mixing.decay_bias", "low_rank.decay_b_proj.weight"):
+            return Taken((heads.times(mixer.decay_size // mixer.value_heads),))
+        if name == "low_rank.gate_b_proj.weight":
+            return Taken((values,))
     if name == "o_proj.weight":
         return Taken(columns=values)
     if name == "mixing.norm":
         return Taken((values,)) if isinstance(mixer, MambaSpec) else Taken()
     rows = {"qkv_proj.weight": first, "qkv_proj.bias": first, "mixing.weight": channels, "mixing.bias": channels}
     return Taken(rows.get(name, rates if name.startswith("mixing.") else None))
+
+
+def _gates(mixer: DeltaSpec, heads: Span, values: Span) -> tuple[Span, Span, Span]:
+    """Rows of the first matrix behind queries, keys and values; of matrices that others make gates of, whole ones."""
+    at = mixer.channels
+    if mixer.rank is None:
+        return (
+            values.times(1, at),
+            heads.times(1, at + mixer.value_size),
+            heads.times(1, mixer.first_size - mixer.value_heads),
+        )
+    end = at + mixer.rank + mixer.value_heads
+    return Span(at, mixer.rank), heads.times(1, at + mixer.rank), Span(end, mixer.rank)
 
 
 def _heads(mixer: MixerSpec, shard: Shard) -> tuple[Span, ...]:

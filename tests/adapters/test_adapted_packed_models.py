@@ -35,7 +35,7 @@ def logprobs(llm: LLM, adapter: object) -> torch.Tensor:
     return torch.tensor([next(iter(entry.values())).logprob for entry in output.prompt_logprobs if entry])
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", [pytest.param("none", marks=pytest.mark.exhaustive), "int8"])
 def test_packed_weights_are_near_the_exact_ones(model: tuple[Path, list[Path]], quantization: str) -> None:
     path, places = model
     adapters = [None, *(request(place, number) for number, place in enumerate(places, 1))]

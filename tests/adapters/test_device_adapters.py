@@ -12,10 +12,12 @@ import pytest
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 MODES = [
-    ("none", "none"),
     ("pieces", "both"),
-    # Graphs of pieces and of whole decode steps are both in `both`.
-    *(pytest.param(*mode, marks=pytest.mark.exhaustive) for mode in (("pieces", "piecewise"), ("none", "full_decode"))),
+    # Graphs of pieces and of whole decode steps are both in `both`, behind steps that are none.
+    *(
+        pytest.param(*mode, marks=pytest.mark.exhaustive)
+        for mode in (("none", "none"), ("pieces", "piecewise"), ("none", "full_decode"))
+    ),
 ]
 
 

@@ -99,7 +99,6 @@ def test_recorded_plans_replay_elsewhere_to_the_same_results(tmp_path: Path, ahe
         preemption="swap",
         compile="none",
         async_scheduling=ahead,
-        cache_dir=str(tmp_path / "cache"),
     )
     records: list[Record] = []
 

@@ -82,8 +82,8 @@ def test_beams_are_those_of_transformers(subject: Subject) -> None:
 
 
 @pytest.mark.exhaustive
-def test_compiled_pieces_give_the_same_tokens(subject: Subject, tmp_path: Path) -> None:
-    with open_llm(subject.path, compile="pieces", cache_dir=str(tmp_path)) as llm:
+def test_compiled_pieces_give_the_same_tokens(subject: Subject) -> None:
+    with open_llm(subject.path, compile="pieces") as llm:
         llm.wait_compiled()
         subject.check([one for (one,) in run(llm, CROWD, GREEDY)])
 

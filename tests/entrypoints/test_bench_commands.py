@@ -155,16 +155,14 @@ def offline_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def offline(model: str, cache: Path) -> list[str]:
+def offline(model: str) -> list[str]:
     settings = ["--compile", "none", "--load-format", "dummy", "--dtype", "float32", "--device", "cpu"]
-    return [model, *settings, "--kv-cache-memory", "16MiB", "--threads", "1", "--cache-dir", str(cache)]
+    return [model, *settings, "--kv-cache-memory", "16MiB", "--threads", "1"]
 
 
-def test_latency_and_throughput_run_in_process(
-    offline_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_latency_and_throughput_run_in_process(offline_model: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--input-len", "12", "--output-len", "5", "--reps", "2"]
-    common = [*offline(offline_model, tmp_path), *shape]
+    common = [*offline(offline_model), *shape]
     assert main(["latency", *common, "--batch-size", "3", "--num-iters-warmup", "1", "--no-progress"]) == 0
     (latency,) = results_of(capsys)
     assert latency["repeats"] == 2 and 0 < latency["p10_latency_s"] <= latency["p99_latency_s"]
@@ -176,9 +174,9 @@ def test_latency_and_throughput_run_in_process(
 
 
 def test_throughput_beside_itself_with_structured_outputs(
-    offline_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    offline_model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = [*offline(offline_model, tmp_path), "--input-len", "12", "--output-len", "5", "--num-prompts", "3"]
+    common = [*offline(offline_model), "--input-len", "12", "--output-len", "5", "--num-prompts", "3"]
     assert main(["throughput", *common, "--no-progress", "--structured-outputs", '{"regex": "[a-z]{9}"}']) == 0
     free, constrained = results_of(capsys)
     assert (free["mode"], constrained["mode"]) == ("offline", "structured")

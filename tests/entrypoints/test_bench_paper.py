@@ -321,7 +321,6 @@ def test_a_real_model_runs_under_a_policy_as_the_simulator_says(tmp_path: Path) 
         compile="none",
         device="cpu",
         dtype="float32",
-        cache_dir=str(tmp_path / "cache"),
     )
     device = Device(args)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from scripted_server import save_model
+from shared_natives import cache_with_natives
 
 from engine.config import EngineArgs
 from engine.errors import ConfigError
@@ -43,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return cache_with_natives(tmp_path_factory.mktemp("cache"))
 
 
 def test_what_several_ranks_compute_is_not_profiled(model: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from shared_natives import cache_with_natives
 
 from engine.config import CacheConfig, CompileConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
@@ -52,7 +53,7 @@ def config(tmp_path: Path) -> EngineConfig:
             dtype="float32", block_size=16, kv_cache_memory=None, memory_fraction=0.5, enable_prefix_caching=False
         ),
         scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, max_waiting=1),
-        compile=CompileConfig(mode="none", graphs="none", cache_dir=str(tmp_path / "cache")),
+        compile=CompileConfig(mode="none", graphs="none", cache_dir=str(cache_with_natives(tmp_path / "cache"))),
         device=DeviceConfig(kind="cpu", attention_backend="reference"),
         max_logprobs=0,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shared_natives import cache_with_natives
 from tiny_models import make_model, save
 
 from attention_backends.cpu import CpuBackend
@@ -28,7 +29,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def configured(model_path: Path, backend: str) -> EngineConfig:
     args = EngineArgs(
         model=str(model_path), device="cpu", dtype="float32", compile="none", max_model_len=64,
-        attention_backend=backend, cache_dir=str(model_path / "cache"),
+        attention_backend=backend, cache_dir=str(cache_with_natives(model_path / "cache")),
     )  # fmt: skip
     return resolve_here(args)[1]
 

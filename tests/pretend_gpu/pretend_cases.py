@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(Path(__file__).parent), *(str(TESTS / room) for room in ("end_to_end", "models"))]
+sys.path[:0] = [str(Path(__file__).parent), str(TESTS), *(str(TESTS / room) for room in ("end_to_end", "models"))]
 
 import torch  # noqa: E402 - the path comes first
 from pretend_choices import chosen_by_itself, compiled, prepare  # noqa: E402

@@ -18,6 +18,7 @@ from pretend_workloads import (
     loaded,
     same_but_for_ties,
 )
+from shared_natives import cache_with_natives
 
 import compilation.model as compiled_model
 from attention_backends.toolchain import default_cache_dir
@@ -56,7 +57,7 @@ def compiled(folder: Path, oracles: Oracles) -> None:
     found = []
     for _ in range(2):
         with patch.object(compiled_model._Builder, "_headers", lambda _: headers), pretend_gpu() as machine:
-            cache = {"cache_dir": str(folder / "inductor"), "attention_backend": "cuda"}
+            cache = {"cache_dir": str(cache_with_natives(folder / "inductor")), "attention_backend": "cuda"}
             with loaded(folder, device="cuda", compile="pieces", graphs="piecewise", **cache) as llm:
                 found.append(llm.ready.pieces_compiled)
                 outputs = generate(llm, PROMPTS[:4], GREEDY)

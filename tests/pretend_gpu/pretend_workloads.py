@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from dense_eagle import DenseEagle
+from shared_natives import cache_with_natives
 from tiny_families import save_tiny, save_tokenizer
 
 from engine import LLM, SamplingParams
@@ -110,7 +111,8 @@ PROMPTS = [ids(i, n) for i, n in enumerate((3, 1, 16, 40, 90))]
 def loaded(folder: Path, **options: Any) -> Iterator[LLM]:
     settings: dict[str, Any] = {
         "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 1 << 20,
-        "cache_dir": str(folder / "cache"), "dtype": "bfloat16", "compile": "none", "max_logprobs": 40, **options,
+        "cache_dir": str(cache_with_natives(folder / "cache")),
+        "dtype": "bfloat16", "compile": "none", "max_logprobs": 40, **options,
     }  # fmt: skip
     with LLM(str(folder), **settings) as llm:
         yield llm
