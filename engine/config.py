@@ -156,6 +156,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about("replicas of the model behind one front end, each with a KV cache of its own; on a CPU, threads each"),
     ] = 1
+    core_restarts: Annotated[
+        int,
+        _about(
+            "deaths of engine cores within ten minutes that another start follows: requests pause, and go on where "
+            "they were; the next death ends the engine (0: the first; not of ranks that Ray or torchrun places)"
+        ),
+    ] = 4
     distributed_executor_backend: Annotated[
         ExecutorBackend,
         _about(
@@ -385,3 +392,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """None: no other engine has to do with its prompts"""
     lora: LoRAConfig | None = None
     """None: no adapters"""
+    core_restarts: int = 0
+    """deaths within ten minutes that another start follows"""

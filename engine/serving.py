@@ -215,7 +215,7 @@ class Serving(Session):
     @property
     def replicated(self) -> ReplicatedClient:
         """The cores, where there are several. Raises `ConfigError`."""
-        if not isinstance(self.client, ReplicatedClient):
+        if not isinstance(self.client, ReplicatedClient) or self.config.parallel.data == 1:
             raise ConfigError("data_parallel_size is 1: only an engine that was started with more replicas is scaled")
         return self.client
 

@@ -98,7 +98,7 @@ class Session:
         self._dense = load_dense(model.pooling.dense, model.facts.final_size)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)
-        if isinstance(client, ReplicatedClient):
+        if isinstance(client, ReplicatedClient) and config.parallel.data > 1:
             self.metrics.stats_of_each = client.stats_of_each
         self.pinned = PinnedPrefixes(config.limits)
         self.grammars = GrammarChecks(config.limits, self._vocabulary, tokenizer.backend)

@@ -311,6 +311,8 @@ def _check_ranges(args: EngineArgs) -> None:
         value = kv_cache_memory_of(args) if name == "kv_cache_memory" else getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    if not 0 <= args.core_restarts <= 100:
+        raise ConfigError(f"core_restarts must be in [0, 100], got {args.core_restarts}")
     if not 0.0 < args.memory_fraction <= 1.0:
         raise ConfigError(f"memory_fraction (gpu_memory_utilization) must be in (0, 1], got {args.memory_fraction}")
     if args.block_size is not None and args.block_size not in _BLOCK_SIZES:

@@ -39,8 +39,23 @@ def check_frame(request: AddRequest, vocab_size: int) -> None:
     _check_params(request.params, vocab_size)
     for follower in request.followers:
         RANGES["seed"].check("seed", follower.seed)
+    _check_resumed(request, vocab_size)
     if request.beams is not None:
         RANGES["length_penalty"].check("length_penalty", request.beams.length_penalty)
+
+
+def _check_resumed(request: AddRequest, vocab_size: int) -> None:
+    if request.resumed and (request.beams is not None or len(request.resumed) != len(request.request_ids)):
+        raise InvalidRequestError("what is resumed are the samples of a request, each of them", "resumed")
+    for had in request.resumed:
+        check_token_ids("resumed", had.token_ids, vocab_size)
+        if len(had.token_ids) >= request.max_tokens:
+            raise InvalidRequestError(
+                f"resumed: {len(had.token_ids)} tokens are there, and at most {request.max_tokens} are wanted",
+                "resumed",
+            )
+        if not 0 <= had.prompt_logprobs < len(request.prompt_token_ids):
+            raise InvalidRequestError(f"resumed: {had.prompt_logprobs} positions of the prompt", "resumed")
 
 
 def _check_params(params: RowParams, vocab_size: int) -> None:

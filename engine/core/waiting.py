@@ -8,6 +8,8 @@ from typing import Protocol
 
 import zmq
 
+_NOBODY_S = 60.0
+
 
 class Source(Protocol):
     """What may have something to tell."""
@@ -38,8 +40,7 @@ def wait(sources: Sequence[Source], wake: int | None = None, most_s: float | Non
 
 
 def _least(sources: Sequence[Source], most_s: float | None) -> float:
-    least = min(source.wait_s for source in sources)
-    return least if most_s is None else min(least, most_s)
+    return min([*(source.wait_s for source in sources), _NOBODY_S if most_s is None else most_s])
 
 
 async def wait_async(sources: Sequence[Source], wake: int | None = None, most_s: float | None = None) -> None:

@@ -34,6 +34,14 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool | Literal["never"] = False
 
 
+class Resumed(msgspec.Struct, frozen=True):
+    """What a caller has been given of a sequence that another core has begun. This one goes on behind it."""
+
+    token_ids: list[int] = []
+    prompt_logprobs: int = 0
+    """positions"""
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """A prompt to continue. Where `n` samples of it are wanted, the others are its followers: the prompt is computed
     once, then each goes on by itself, with its own id, seed and end."""
@@ -63,6 +71,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """its prompt is computed for another engine, or by one"""
     lora_request: LoRARequest | None = None
     """the adapter that all of it is computed with"""
+    resumed: list[Resumed] = []
+    """of each of `request_ids`, or none: it is new. Of a search nothing is given before its end"""
 
     @property
     def adapter_key(self) -> str | None:

@@ -13,5 +13,6 @@ def local_client(config: EngineConfig) -> CoreClient:
 
 
 def process_client(config: EngineConfig) -> CoreClient:
-    """A core in a process of its own, or several ones."""
-    return ProcessClient(config) if config.parallel.data == 1 else ReplicatedClient(config)
+    """A core in a process of its own, which another one follows when it dies, or several ones."""
+    alone = config.parallel.data == 1 and not config.core_restarts
+    return ProcessClient(config) if alone else ReplicatedClient(config)

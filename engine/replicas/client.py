@@ -1,10 +1,12 @@
 """Several cores behind the interface of one: data parallelism. Who holds a `CoreClient` need not know how many.
 
-Each replica is a core process with the whole model and a KV cache of its own. The last one's death is the engine's.
+Each replica is a core process with the whole model and a KV cache of its own. One that dies is followed by another one;
+what it had goes on at the others, or waits for that. After too many deaths the last one's is the engine's.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,10 +24,13 @@ from engine.limits import MAX_REPLICAS
 from engine.parallel.group_memory import SLOT_BYTES, allocate
 from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.layout import replica_config, replica_cpus
+from engine.replicas.restarts import Restarts
 from engine.replicas.router import Router
 from engine.replicas.stop_watch import StopWatch
 from engine.replicas.together import ready_of_all
 from engine.setting_checks import check_ports, check_transfer_port
+
+logger = logging.getLogger(__name__)
 
 MakeClient = Callable[[EngineConfig, Sequence[int] | None, int | None], ProcessClient]
 """(configuration of a replica, the logical CPUs that it may run on, the memory that it shares with the others)"""
@@ -44,7 +49,14 @@ class ReplicatedClient:
         self._config = config
         self._make_client = make_client
         self._in_rounds = in_rounds(config)
-        self._fleet: Fleet[ProcessClient] = Fleet(router or Router(config.cache.block_size), self._in_rounds)
+        scheduler = config.scheduler
+        most_waiting = scheduler.max_waiting + scheduler.max_num_seqs if config.core_restarts else 0
+        router = router or Router(config.cache.block_size, config.parallel.data > 1)
+        self._fleet: Fleet[ProcessClient] = Fleet(router, self._in_rounds, most_waiting)
+        self._restarts = Restarts(0 if self._in_rounds else config.core_restarts)
+        self._following: set[threading.Thread] = set()
+        """who starts a core in the place of one that died"""
+        self._leaving = threading.Event()
         self._watch = StopWatch(self._in_rounds)
         self._group_fd: int | None = None
         self._lock = threading.Lock()
@@ -112,6 +124,8 @@ class ReplicatedClient:
 
     def stalled(self) -> str | None:
         """Where one makes progress, new requests go there."""
+        if not self._fleet.replicas and self._following:
+            return "the core died, and another one is being started"
         reasons = [client.stalled() for client in self._clients]
         return reasons[0] if reasons and all(reason is not None for reason in reasons) else None
 
@@ -125,13 +139,16 @@ class ReplicatedClient:
         if self._closed:
             return
         self._closed = True
+        self._leaving.set()
         for client in list(self._starting.values()):
             client.abandon()  # whoever starts it closes it, too
         with self._changing:
             clients = [*self._starting.values(), *self._clients]
             with ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
                 list(pool.map(lambda client: client.close(), clients))
-            os.close(self._wake)
+        for thread in list(self._following):
+            thread.join()
+        os.close(self._wake)
 
     # -- replicas come and go ----------------------------------------------------------------------------------------
 
@@ -280,8 +297,9 @@ class ReplicatedClient:
         return None
 
     def _lost(self, replica: Replica[ProcessClient], error: CoreDiedError) -> StepOutputs:
+        wait_s = self._restarts.died(time.monotonic())
         try:
-            outputs = self._fleet.lost(replica, error)
+            outputs = self._fleet.lost(replica, error, wait_s is not None or bool(self._following))
         except CoreDiedError:
             self._died = str(error)
             if self._in_rounds:  # the others wait for it
@@ -289,10 +307,34 @@ class ReplicatedClient:
                     client.abandon()
             raise
         replica.client.close()
+        if wait_s is not None:
+            thread = threading.Thread(target=self._follow, args=(wait_s,), name="restart", daemon=True)
+            self._following.add(thread)
+            thread.start()
         return outputs
+
+    def _follow(self, wait_s: float | None) -> None:
+        """Start another core, in a thread of its own, until one serves or too many have died."""
+        while wait_s is not None and not self._leaving.wait(wait_s):
+            try:
+                with self._changing:
+                    self._check_open()
+                    self._serve(self._start_one())
+                    self._fleet.tell()
+                break
+            except Exception as error:
+                if self._closed or self._died is not None:
+                    break
+                logger.exception("a core that was to follow another one did not start")
+                wait_s = self._restarts.died(time.monotonic())
+                if wait_s is None and not self._fleet.replicas:
+                    self._died = str(error)
+        self._following.discard(threading.current_thread())
+        if not self._closed:
+            os.eventfd_write(self._wake, 1)  # whoever receives listens to it, or learns that nothing follows
 
     def _check_open(self) -> None:
         if self._died is not None:
             raise CoreDiedError(self._died)
-        if self._closed or not self._fleet.replicas:
+        if self._closed or not (self._fleet.replicas or self._following):
             raise CoreDiedError("the cores are not running: not started, or closed")

@@ -1,8 +1,8 @@
-"""What callers have been given of each request, so that another replica can compute it again and nobody notices.
+"""What callers have been given of each request, so that another core can go on behind it and nobody notices.
 
-A request's tokens follow from its seed, so a replica that takes it over brings the same ones: what has been delivered
-is left out, and compared. Where it differs (another rounding, and a choice that hung on it), the request ends with an
-error: half of one answer and half of another are none.
+A request that moves is sent anew with the tokens that were delivered; whoever takes it over computes them as part of
+its prompt and draws the next ones, which follow from the seed and the position. Nothing is drawn twice, so nothing can
+differ from what was delivered, and nothing of it comes again.
 """
 
 from __future__ import annotations
@@ -10,33 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import replace
 
-from engine.core.wire import AddRequest, Delta, SequenceDelta, TokenDeltas
-
-DIVERGED = (
-    "the replica that computed it was lost, and what another one computed again differs from what had been delivered"
-)
+from engine.core.wire import AddRequest, Delta, Resumed, SequenceDelta, TokenDeltas
 
 
 class _Request(msgspec.Struct, eq=False):
     message: AddRequest
-    replica: int
+    replica: int | None
+    """None: it waits for one"""
     left: set[str]
     """of its sequences, those that have not ended"""
+    had: int = 0
+    """tokens of these that had been delivered when the replica was given it, and sequences"""
 
 
 class _Sequence(msgspec.Struct, eq=False):
     request: _Request
     tokens: list[int] = []
     """delivered"""
-    seen: int = 0
-    """of them, those that the replica that has it now has brought"""
     prompt_logprobs: int = 0
-    seen_prompt_logprobs: int = 0
-
-    @property
-    def repeats(self) -> bool:
-        return self.seen < len(self.tokens) or self.seen_prompt_logprobs < self.prompt_logprobs
+    was_told: bool = False
+    """when it started"""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -55,8 +50,6 @@ class News(msgspec.Struct):
     began: list[str] = []
     """requests that have brought something; again and again"""
     ended: list[Ended] = []
-    diverged: list[str] = []
-    """sequences that are ended with an error here and go on at the replica"""
 
 
 class Deliveries:
@@ -66,31 +59,59 @@ class Deliveries:
         self._requests: dict[str, _Request] = {}
         self._sequences: dict[str, _Sequence] = {}
 
-    def add(self, message: AddRequest, replica: int) -> None:
-        request = _Request(message, replica, set(message.request_ids))
+    def add(self, message: AddRequest, replica: int | None) -> None:
+        """None: it waits for one, and is to `move`."""
+        request = _Request(message, replica, set(message.request_ids), len(message.request_ids))
         self._requests[message.request_id] = request
         for name in message.request_ids:
             self._sequences[name] = _Sequence(request)
 
-    def move(self, request_id: str, replica: int) -> list[str]:
-        """Another replica computes it from its beginning. Returns those of its sequences that have ended before."""
+    def move(self, request_id: str, replica: int | None) -> None:
+        """Another replica goes on with it, as `resumed` says; None: it waits for one. What the one before tells of it
+        from now on is nobody's."""
         request = self._requests[request_id]
-        request.replica = replica
-        for name in request.left:
-            sequence = self._sequences[name]
-            sequence.seen = sequence.seen_prompt_logprobs = 0
-        return [name for name in request.message.request_ids if name not in request.left]
+        request.replica, request.had = replica, self._has(request)
+
+    def got_on(self, request_id: str) -> bool:
+        """Anything was delivered since then."""
+        request = self._requests[request_id]
+        return self._has(request) != request.had
+
+    def _has(self, request: _Request) -> int:
+        return sum(1 + len(self._sequences[name].tokens) for name in request.left)
 
     def message(self, request_id: str) -> AddRequest:
+        """As it came."""
         return self._requests[request_id].message
 
+    def resumed(self, request_id: str) -> AddRequest:
+        """What is left of it. Its sequences have their names, whichever of them comes first."""
+        message, left = self._requests[request_id].message, self.left(request_id)
+        if message.beams is not None:
+            return message
+        had = [self._sequences[name] for name in left]
+        first, *others = left
+        params = message.params
+        if first != message.request_id:  # whose the log-probabilities of the prompt were
+            seed = next(each.seed for each in message.followers if each.request_id == first)
+            params = replace(params, seed=seed, prompt_logprobs=None)
+        is_new = not any(each.tokens or each.prompt_logprobs for each in had)
+        return replace(
+            message,
+            request_id=first,
+            params=params,
+            followers=[each for each in message.followers if each.request_id in others],
+            wait_s=message.wait_s if is_new else None,
+            resumed=[] if is_new else [Resumed(each.tokens.copy(), each.prompt_logprobs) for each in had],
+        )
+
     def left(self, request_id: str) -> list[str]:
-        """Its sequences that have not ended."""
-        request = self._requests[request_id]
-        return [name for name in request.message.request_ids if name in request.left]
+        """Its sequences that have not ended; none: it is over."""
+        request = self._requests.get(request_id)
+        return [] if request is None else [name for name in request.message.request_ids if name in request.left]
 
     def replica_of(self, name: str) -> int | None:
-        """Of a sequence; None: it has ended."""
+        """Of a sequence; None: it has ended, or waits for one."""
         sequence = self._sequences.get(name)
         return None if sequence is None else sequence.request.replica
 
@@ -116,26 +137,19 @@ class Deliveries:
         return news
 
     def _take_tokens(self, replica: int, delta: TokenDeltas, news: News) -> None:
-        get, known = self._sequences.get, 0
-        others: list[int] = []
+        get, others = self._sequences.get, list[int]()
         for index, name in enumerate(delta.request_ids):
             sequence = get(name)
-            if sequence is not None and sequence.request.replica == replica and not sequence.repeats:
+            if sequence is not None and sequence.request.replica == replica:
                 sequence.tokens.append(delta.token_ids[index])
-                sequence.seen += 1
-                known += 1
             else:
                 others.append(index)
         if not others:
             news.deltas.append(delta)
-            return
-        if known:
+        elif len(others) < len(delta.request_ids):
             kept = [index for index in range(len(delta.request_ids)) if index not in set(others)]
             names, tokens = [delta.request_ids[i] for i in kept], [delta.token_ids[i] for i in kept]
             news.deltas.append(TokenDeltas(request_ids=names, token_ids=tokens))
-        for index in others:
-            single = SequenceDelta(request_id=delta.request_ids[index], token_ids=[delta.token_ids[index]])
-            self._take(replica, single, news)
 
     def _take(self, replica: int, delta: SequenceDelta, news: News) -> None:
         sequence = self._sequences.get(delta.request_id)
@@ -143,42 +157,12 @@ class Deliveries:
             return
         if delta.token_ids or delta.pooled:
             news.began.append(sequence.request.message.request_id)
-        if sequence.repeats:
-            repeated = _without_repeated(sequence, delta)
-            if repeated is None:
-                news.diverged.append(delta.request_id)
-                repeated = SequenceDelta(
-                    request_id=delta.request_id, finish_reason="error", error=DIVERGED, error_kind="fault"
-                )
-            delta = repeated
+        if sequence.was_told and (delta.started_at is not None or delta.cached_tokens):
+            delta = replace(delta, started_at=None, cached_tokens=0)
+        sequence.was_told |= delta.started_at is not None
         sequence.tokens += delta.token_ids
-        sequence.seen += len(delta.token_ids)
         sequence.prompt_logprobs += len(delta.prompt_logprobs)
-        sequence.seen_prompt_logprobs += len(delta.prompt_logprobs)
         if delta.finish_reason is not None and (ended := self.end(delta.request_id)) is not None:
             news.ended.append(ended)
         if delta != SequenceDelta(request_id=delta.request_id):
             news.deltas.append(delta)
-
-
-def _without_repeated(sequence: _Sequence, delta: SequenceDelta) -> SequenceDelta | None:
-    """What of `delta` has not been delivered; None: it differs from what has. Counts what is left out as seen."""
-    count = min(len(sequence.tokens) - sequence.seen, len(delta.token_ids))
-    prompt = min(sequence.prompt_logprobs - sequence.seen_prompt_logprobs, len(delta.prompt_logprobs))
-    end = sequence.seen + count
-    if sequence.tokens[sequence.seen : end] != delta.token_ids[:count]:
-        return None
-    if delta.finish_reason in ("stop", "length") and end < len(sequence.tokens):
-        return None
-    sequence.seen = end
-    sequence.seen_prompt_logprobs += prompt
-    was_told = bool(sequence.tokens)
-    return msgspec.structs.replace(
-        delta,
-        token_ids=delta.token_ids[count:],
-        logprobs=delta.logprobs[count:],
-        prompt_logprobs=delta.prompt_logprobs[prompt:],
-        started_at=None if was_told else delta.started_at,
-        cached_tokens=0 if was_told else delta.cached_tokens,
-        accepted_tokens=min(delta.accepted_tokens, len(delta.token_ids) - count),
-    )

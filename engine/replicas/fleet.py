@@ -1,7 +1,8 @@
 """Replicas that serve: each request at one of them, what concerns all at all; and what happens when one goes.
 
-What a replica had that is lost, or that is taken away, the others compute again; what callers have been given of it
-already is left out (`deliveries`). No sockets here but those of the replicas' clients, and no waiting.
+What a replica had that is lost, or that is taken away, the others go on with, behind what callers have been given of it
+(`deliveries`); where there is none, it waits for the next one that comes. No sockets here but those of the replicas'
+clients, and no waiting.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine.core.wire import (
 from engine.errors import CoreDiedError, EngineError, QueueFullError
 from engine.replicas.deliveries import Deliveries, News
 from engine.replicas.router import Place, Router
+from engine.replicas.suspects import Suspects
 from engine.replicas.together import counters_of, stats_of_all
 
 logger = logging.getLogger(__name__)
@@ -65,8 +67,9 @@ class Replica(msgspec.Struct, Generic[C], eq=False):
 class Fleet(Generic[C]):
     """From any thread. What a replica tells is taken in by one at a time."""
 
-    def __init__(self, router: Router, in_rounds: bool = False) -> None:
-        """`in_rounds`: replicas take every step together (`engine.core.rounds`), and none can do without another."""
+    def __init__(self, router: Router, in_rounds: bool = False, most_waiting: int = 0) -> None:
+        """`in_rounds`: replicas take every step together (`engine.core.rounds`), and none can do without another.
+        `most_waiting`: sequences that may come while there is no replica, and another one is on its way."""
         self.replicas: tuple[Replica[C], ...] = ()
         self.told: deque[StepOutputs] = deque()
         """of requests that nobody could take over"""
@@ -75,6 +78,10 @@ class Fleet(Generic[C]):
         self._in_rounds = in_rounds
         self._wakes = 0
         self._deliveries = Deliveries()
+        self._most_waiting = most_waiting
+        self._waiting: list[str] = []
+        """requests that wait for a replica; of some nothing may be left"""
+        self._suspects = Suspects()
         self._of_all: dict[str, AddRequest | Vocabulary] = {}
         """what a replica that comes later has to be told: pins by their names, the vocabulary under "" """
         self._gone = counters_of(CoreStats())
@@ -86,6 +93,9 @@ class Fleet(Generic[C]):
                 replica.client.send(message)
             self._router.add(replica.number)
             self.replicas += (replica,)
+            waiting, self._waiting = self._waiting, []
+            self._move(waiting)
+            self._try_suspect()
 
     def drain(self, replica: Replica[C]) -> None:
         """It gets no more requests, unless it becomes the last one. One that was lost is ignored."""
@@ -119,16 +129,16 @@ class Fleet(Generic[C]):
             replica.stats = outputs.stats
             self._router.observe(replica.number, outputs.stats, outputs.kv_events)
             news = self._deliveries.take_in(replica.number, outputs.deltas)
-            self._follow(replica, news)
+            self._follow(news)
             return msgspec.structs.replace(outputs, deltas=news.deltas, stats=self._stats(), kv_events=None)
 
-    def lost(self, replica: Replica[C], error: CoreDiedError) -> StepOutputs:
-        """The others go on with what it had. Raises `error` where there are none, or none can."""
+    def lost(self, replica: Replica[C], error: CoreDiedError, another_comes: bool = False) -> StepOutputs:
+        """The others go on with what it had, or one that comes. Raises `error` where there are none, or none can."""
         with self._lock:
-            if len(self.replicas) == 1 or self._in_rounds:
+            if self._in_rounds or (len(self.replicas) == 1 and not another_comes):
                 raise error
             logger.error("replica %d was lost, and %d are left\n%s", replica.place, len(self.replicas) - 1, error)
-            self._hand_over(replica)
+            self._hand_over(replica, error)
             return StepOutputs(deltas=[], stats=self._stats())
 
     def tell(self) -> None:
@@ -156,9 +166,26 @@ class Fleet(Generic[C]):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _add(self, message: AddRequest) -> None:
-        place = self._send_to_best(message)
+        if not self.replicas:
+            self._wait(message)
+            return
+        try:
+            place = self._send_to_best(message, message)
+        except CoreDiedError:  # the receiver is to find it
+            if not self._most_waiting or all(each.draining for each in self.replicas):
+                raise
+            self._wait(message)
+            return
         self._deliveries.add(message, place.replica)
         self._pin_elsewhere(message, place)
+
+    def _wait(self, message: AddRequest) -> None:
+        """For a replica that comes."""
+        waiting = sum(len(self._deliveries.left(name)) for name in self._waiting)
+        if waiting + len(message.request_ids) > self._most_waiting:
+            raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._most_waiting})")
+        self._deliveries.add(message, None)
+        self._waiting.append(message.request_id)
 
     def _pin_elsewhere(self, message: AddRequest, place: Place) -> None:
         """A prefix is kept wherever a request may go; the one at `place` tells the caller."""
@@ -169,21 +196,21 @@ class Fleet(Generic[C]):
             self._wakes += 1
             self._send_to(self.replicas, Wake(number=self._wakes))
 
-    def _send_to_best(self, message: AddRequest, sequences: int | None = None) -> Place:
-        """To the best of those that take it, rather than to one that is stalled; `sequences` as in `Router.sent`.
-        Raises `QueueFullError` where none takes it, `CoreDiedError` where there is none."""
+    def _send_to_best(self, message: AddRequest, left: AddRequest) -> Place:
+        """To the best of those that take it, rather than to one that is stalled; of `message` what is `left`. Raises
+        `QueueFullError` where none takes it, `CoreDiedError` where there is none."""
         refused: EngineError = CoreDiedError("no replica serves: all are being removed")
         clients = {replica.number: replica.client for replica in self.replicas}
         places = self._router.places(message)
         for place in sorted(places, key=lambda place: clients[place.replica].stalled() is not None):
             try:
-                clients[place.replica].send(message)
+                clients[place.replica].send(left)
             except QueueFullError as error:
                 refused = error
             except CoreDiedError as error:  # the receiver is to find it
                 refused = refused if isinstance(refused, QueueFullError) else error
             else:
-                self._router.sent(message, place, sequences)
+                self._router.sent(message, place, len(left.request_ids))
                 return place
         raise refused
 
@@ -191,12 +218,13 @@ class Fleet(Generic[C]):
         of_each: dict[int | None, list[str]] = {}
         for name in names:
             replica_number = self._deliveries.replica_of(name)
-            if (ended := self._deliveries.end(name)) is not None:
+            if (ended := self._deliveries.end(name)) is not None and replica_number is not None:
                 of_each.setdefault(replica_number, []).append(name)
                 self._router.sequence_ended(ended.name, ended.generated)
         for replica in self.replicas:
             if replica.number in of_each:
                 self._send_to([replica], AbortRequests(request_ids=of_each[replica.number]))
+        self._try_suspect()
 
     def _send_to(self, replicas: Sequence[Replica[C]], message: ToCore) -> None:
         """One that is dead is the receiver's to find."""
@@ -206,46 +234,77 @@ class Fleet(Generic[C]):
             except (CoreDiedError, QueueFullError) as error:
                 logger.warning("replica %d was not told: %s", replica.place, str(error).rpartition("\n")[2])
 
-    def _follow(self, replica: Replica[C], news: News) -> None:
+    def _follow(self, news: News) -> None:
         for name in news.began:
             self._router.began(name)
         for ended in news.ended:
             self._router.sequence_ended(ended.name, ended.generated)
-        if news.diverged:
-            self._send_to([replica], AbortRequests(request_ids=news.diverged))
+        if news.ended:
+            self._try_suspect()
 
     # -- taken over --------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, replica: Replica[C]) -> None:
+    def _hand_over(self, replica: Replica[C], death: CoreDiedError | None = None) -> None:
         """Nobody listens to it any more."""
         self.replicas = tuple(each for each in self.replicas if each is not replica)
         self._gone = stats_of_all([counters_of(replica.stats)], self._gone)
-        failed: list[Delta] = []
         lost = self._router.remove(replica.number)
+        if death is not None:
+            lost, killers = self._suspects.of_death(lost, self._deliveries.got_on)
+            self._fail([each for name in killers for each in self._deliveries.left(name)], _killed(death), "fault")
+        if not self.replicas:
+            for name in lost:
+                self._deliveries.move(name, None)
+            self._waiting += lost
+            return
         if all(each.draining for each in self.replicas):  # who else?
             for each in self.replicas:
                 self._drain(each, False)
-        for name in lost:
-            error = self._moved(name)
-            for left in self._deliveries.left(name) if error is not None else []:
-                self._deliveries.end(left)
-                kind = "queue_full" if isinstance(error, QueueFullError) else "fault"
-                failed.append(SequenceDelta(request_id=left, finish_reason="error", error=str(error), error_kind=kind))
-        if failed:
-            self.told.append(StepOutputs(deltas=failed, stats=self._stats()))
+        self._move(lost)
+        self._try_suspect()
+
+    def _try_suspect(self) -> None:
+        """The next one, where no other one is on trial."""
+        if self.replicas and (name := self._suspects.next(self._deliveries.left)) is not None:
+            self._move([name])
+
+    def _move(self, names: Sequence[str]) -> None:
+        """Requests that no replica has. Callers are told of what none takes."""
+        for name in names:
+            left = self._deliveries.left(name)
+            error = self._moved(name) if left else None
+            if isinstance(error, CoreDiedError) and self._most_waiting:  # one that died in this moment
+                self._deliveries.move(name, None)
+                self._waiting.append(name)
+            elif error is not None:
+                self._fail(left, str(error), "queue_full" if isinstance(error, QueueFullError) else "fault")
+
+    def _fail(self, names: Sequence[str], error: str, kind: str) -> None:
+        """Sequences that no replica has."""
+        for name in names:
+            self._deliveries.end(name)
+        deltas: list[Delta] = [
+            SequenceDelta(request_id=each, finish_reason="error", error=error, error_kind=kind) for each in names
+        ]
+        if deltas:
+            self.told.append(StepOutputs(deltas=deltas, stats=self._stats()))
 
     def _moved(self, name: str) -> EngineError | None:
-        """Why no other replica goes on with a request; None: one does."""
-        message, left = self._deliveries.message(name), self._deliveries.left(name)
+        """Why no replica goes on with a request; None: one does."""
+        message, left = self._deliveries.message(name), self._deliveries.resumed(name)
         if message.pin is not None:  # the others have it or compute it, and one of them is to tell
-            self._send_to(self.replicas, AbortRequests(request_ids=left))
+            self._send_to(self.replicas, AbortRequests(request_ids=left.request_ids))
             self._send_to(self.replicas, UnpinPrefix(name=message.pin))
         try:
-            place = self._send_to_best(message, len(left))
+            place = self._send_to_best(message, left)
         except EngineError as error:
             return error
         self._pin_elsewhere(message, place)
-        if ended := self._deliveries.move(name, place.replica):
-            there = [each for each in self.replicas if each.number == place.replica]
-            self._send_to(there, AbortRequests(request_ids=ended))
+        self._deliveries.move(name, place.replica)
         return None
+
+
+def _killed(death: CoreDiedError) -> str:
+    """Of a request, when it was alone."""
+    cause = str(death).rpartition("\n")[2]
+    return f"the engine core died each time that it computed this request, in the end with no other suspect: {cause}"

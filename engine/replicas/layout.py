@@ -11,6 +11,8 @@ from engine.executor.cores import share_of_cores
 def replica_config(config: EngineConfig, place: int) -> EngineConfig:
     """`config` as one replica needs it: its own GPUs, and the ports that its place has. Those that come later take the
     places of earlier ones."""
+    if config.parallel.data == 1:
+        return config
     device = config.device
     if device.kind == "cuda":
         device = msgspec.structs.replace(device, index=place % config.parallel.data * config.parallel.ranks)
@@ -22,7 +24,7 @@ def replica_config(config: EngineConfig, place: int) -> EngineConfig:
 def replica_cpus(config: EngineConfig, place: int) -> tuple[int, ...] | None:
     """The logical CPUs that a replica may run on, where there is exactly a physical core for each compute thread of
     all; None: any of them."""
-    if config.device.kind == "cuda":
+    if config.device.kind == "cuda" or config.parallel.data == 1:
         return None
     parallel = config.parallel
     return share_of_cores(place % parallel.data, parallel.data, parallel.ranks * config.device.threads)

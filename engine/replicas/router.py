@@ -71,8 +71,9 @@ class _Load(msgspec.Struct):
 class Router:
     """Not thread-safe. Requests go by their `request_id`."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, looks_at_prefixes: bool = True) -> None:
+        """Without looking there is no choice, as of one replica."""
+        self._block_size, self._looks = block_size, looks_at_prefixes
         self.index = PrefixIndex()
         self._loads: dict[int, _Load] = {}
         self._sent: dict[str, _Sent] = {}
@@ -111,7 +112,7 @@ class Router:
         tokens, size = request.prompt_token_ids, self._block_size
         chain = HashChain(size, request.cache_salt, request.adapter_key)
         open_to = [replica for replica, load in self._loads.items() if not load.draining]
-        blocks = max(len(tokens) - 1, 0) // size  # a hit leaves a token to compute
+        blocks = max(len(tokens) - 1, 0) // size if self._looks else 0  # a hit leaves a token to compute
         found = self.index.matched((chain.digest(index, tokens) for index in range(blocks)), open_to)
         generated = len(request.request_ids) * self._each(request)
         places = []
@@ -130,7 +131,7 @@ class Router:
 
     def sent(self, request: AddRequest, place: Place, sequences: int | None = None) -> None:
         """It is under way there. `sequences`: how many of its own are wanted still; None: all."""
-        blocks = len(request.prompt_token_ids) // self._block_size
+        blocks = len(request.prompt_token_ids) // self._block_size if self._looks else 0
         sent = _Sent(
             replica=place.replica,
             digests=place.chain.digests_of(blocks, request.prompt_token_ids)[:blocks],

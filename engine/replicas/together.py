@@ -29,6 +29,8 @@ _GAUGES = frozenset(
 
 def ready_of_all(ready: Sequence[CoreReady]) -> CoreReady:
     first = ready[0]
+    if len(ready) == 1:
+        return first
     ledgers = [f"replica {index}:\n{each.ledger}" for index, each in enumerate(ready)]
     return msgspec.structs.replace(
         first,

@@ -70,6 +70,9 @@ class Arrivals:
         samples = [leader, *others]
         for seq in samples:
             seq.siblings, seq.max_blocks = samples, need
+        for seq, had in zip(samples, request.resumed, strict=False):  # none: all are new
+            seq.tokens += had.token_ids
+            seq.next_prompt_logprob += had.prompt_logprobs
         leader.pin = request.pin
         leader.hands_over = request.kv_transfer is not None and request.kv_transfer.do_remote_decode
         held.live.update(zip(request.request_ids, samples, strict=True))

@@ -57,6 +57,10 @@ class Constrained:
         """A request's sequences, or the members of its search, take their places, or wait for their adapter first."""
         for seq in samples:
             seq.matcher = None if start is None else start.copy()
+            if seq.matcher is not None:
+                with self._held.failures.isolate(seq):
+                    for token in seq.tokens[seq.prompt_len :]:  # of what is resumed
+                        seq.matcher.advance(token)
         if self._adapted.enter(samples):
             self.place(samples)
 

@@ -95,7 +95,7 @@ def test_a_stream_goes_on_when_its_replica_is_killed_and_replicas_come_and_go(mo
         return found
 
     async def main() -> None:
-        args = make_args(str(model), {"data_parallel_size": 2, **SETTINGS})
+        args = make_args(str(model), {"data_parallel_size": 2, "core_restarts": 0, **SETTINGS})
         async with AsyncEngine(args) as engine:
             wanted = await asyncio.gather(*(tokens(engine, index) for index in range(6)))
             killed = await asyncio.gather(*(tokens(engine, index, 100 if index == 3 else None) for index in range(6)))

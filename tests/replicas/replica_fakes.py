@@ -66,9 +66,12 @@ class LittleCore:
         if isinstance(message, AddRequest):
             if len(self.running) >= self._capacity:
                 raise QueueFullError("full")
-            for name in message.request_ids:
+            for index, name in enumerate(message.request_ids):
                 assert name not in self.running
-                self.running[name] = deque(tokens_of(name, message.max_tokens))
+                had = message.resumed[index].token_ids if message.resumed else []
+                wanted = tokens_of(name, message.max_tokens)
+                assert had == wanted[: len(had)]
+                self.running[name] = deque(wanted[len(had) :])
         elif isinstance(message, AbortRequests):
             for name in message.request_ids:
                 self.running.pop(name, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 from core_fakes import request
 from hypothesis import given, settings
@@ -13,21 +14,25 @@ from replica_fakes import LittleCore, tokens_of
 from engine.core.wire import (
     AbortRequests,
     AddRequest,
+    BeamParams,
     CoreReady,
     CoreStats,
+    Delta,
     Follower,
+    Resumed,
     SequenceDelta,
     StepOutputs,
+    TokenDeltas,
     UnpinPrefix,
     Vocabulary,
     Wake,
     each_delta,
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
-from engine.replicas.deliveries import DIVERGED, Deliveries
+from engine.replicas.deliveries import Deliveries
 from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.router import Router
-from engine.step import RowParams
+from engine.step import RowParams, TokenLogprobs
 
 READY = CoreReady(
     num_blocks=1000,
@@ -56,10 +61,11 @@ def added(name: str, prompt: list[int], max_tokens: int, n: int = 1, pin: str | 
 class Life:
     """A fleet, and what its callers have seen."""
 
-    def __init__(self, seed: int, capacity: int = 10**6) -> None:
+    def __init__(self, seed: int, capacity: int = 10**6, followed: bool = False) -> None:
+        """`followed`: where all have died, another one comes."""
         self.random = Random(seed)
-        self.capacity = capacity
-        self.fleet: Fleet[LittleCore] = Fleet(Router(16))
+        self.capacity, self.followed = capacity, followed
+        self.fleet: Fleet[LittleCore] = Fleet(Router(16), most_waiting=10**6 if followed else 0)
         self.numbers = 0
         self.wanted: dict[str, int] = {}
         self.got: dict[str, list[int]] = {}
@@ -93,9 +99,9 @@ class Life:
         self.fleet.let_go()
         for replica in self.fleet.replicas:
             if replica.client.dead:
-                if len(self.fleet.replicas) > 1:
-                    self.see(self.fleet.lost(replica, CoreDiedError("killed")))
-            else:
+                if len(self.fleet.replicas) > 1 or self.followed:
+                    self.see(self.fleet.lost(replica, CoreDiedError("killed"), self.followed))
+            elif replica in self.fleet.replicas:
                 self.see(self.fleet.take_in(replica, replica.client.turn()))
         while self.fleet.told:
             self.see(self.fleet.told.popleft())
@@ -109,7 +115,7 @@ class Life:
 
     def lose(self, leave: bool) -> None:
         alive = [replica for replica in self.fleet.replicas if not replica.client.dead and not replica.leaving]
-        if len(alive) > 1:
+        if len(alive) > 1 or (alive and self.followed and not leave):
             replica = self.random.choice(alive)
             if leave:
                 self.fleet.drain(replica)
@@ -118,7 +124,9 @@ class Life:
                 replica.client.dead = True
 
     def finish(self) -> None:
-        for _ in range(200):
+        for _ in range(400):
+            if not self.fleet.replicas:
+                self.come()
             if not self.wanted.keys() - self.ended.keys() - self.aborted:
                 break
             self.turn()
@@ -132,9 +140,9 @@ class Life:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32), st.lists(st.sampled_from("rrrrnttttttaklc"), max_size=60), st.booleans())
-def test_every_sequence_gets_exactly_its_tokens(seed: int, events: list[str], is_small: bool) -> None:
-    life = Life(seed, capacity=6 if is_small else 10**6)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from("rrrrnttttttaklc"), max_size=60), st.booleans(), st.booleans())
+def test_every_sequence_gets_exactly_its_tokens(seed: int, events: list[str], is_small: bool, followed: bool) -> None:
+    life = Life(seed, capacity=6 if is_small else 10**6, followed=followed)
     for index, event in enumerate(events):
         match event:
             case "r":
@@ -156,27 +164,110 @@ def test_every_sequence_gets_exactly_its_tokens(seed: int, events: list[str], is
         if name in life.aborted:
             assert life.got[name] == tokens_of(name, count)[: len(life.got[name])]
         elif life.ended[name].finish_reason == "error":  # where nobody had room
-            assert is_small and life.ended[name].error_kind == "queue_full"
+            if life.ended[name].error_kind == "queue_full":
+                assert is_small
+            else:
+                assert followed and "each time that it computed this request" in str(life.ended[name].error)
         else:
             assert life.got[name] == tokens_of(name, count)
     life.check_nothing_is_left()
 
 
-def test_a_taken_over_request_that_differs_ends_with_an_error() -> None:
+def test_what_is_taken_over_goes_on_behind_what_was_delivered() -> None:
+    """Of a request with three samples, one of which has ended: two are left, with their own seeds and tokens."""
     life = Life(1)
-    life.fleet.send(added("a", [1, 2, 3], 40))
-    life.wanted["a"], life.got["a"] = 40, []
+    message = added("a", [1, 2, 3], 40, n=3)
+    message = msgspec.structs.replace(message, params=RowParams(seed=5, prompt_logprobs=1), wait_s=3.0)
+    life.fleet.send(message)
     holder = next(each for each in life.fleet.replicas if each.client.running)
-    while len(life.got["a"]) < 3:
-        life.turn()
+    logprobs = [TokenLogprobs([1], [-0.5], 1)] * 2
+    deltas: list[Delta] = [
+        SequenceDelta(request_id="a", token_ids=[7], prompt_logprobs=logprobs, started_at=1.0, cached_tokens=16),
+        TokenDeltas(request_ids=["a-1", "a-2"], token_ids=[8, 9]),
+        SequenceDelta(request_id="a-1", token_ids=[10, 11]),
+        SequenceDelta(request_id="a", token_ids=[2], finish_reason="stop"),
+    ]
+    told = life.fleet.take_in(holder, StepOutputs(deltas=deltas, stats=CoreStats()))
+    assert told.deltas == deltas
     holder.client.dead = True
+    for other in life.fleet.replicas:
+        other.client.running.clear()
+        other.client.send = other.client.messages.append  # type: ignore[method-assign]
+    life.fleet.lost(holder, CoreDiedError("killed"))
+    [other] = life.fleet.replicas
+    assert other.client.messages == [
+        msgspec.structs.replace(
+            message,
+            request_id="a-1",
+            params=RowParams(seed=1),
+            followers=[Follower(request_id="a-2", seed=2)],
+            wait_s=None,
+            resumed=[Resumed([8, 10, 11]), Resumed([9])],
+        )
+    ]
+    late = [TokenDeltas(request_ids=["a-1", "a-2"], token_ids=[99, 99])]
+    assert life.fleet._deliveries.take_in(holder.number, late).deltas == []
+    again = [SequenceDelta(request_id="a-2", token_ids=[12], started_at=2.0, cached_tokens=32)]
+    found = life.fleet.take_in(other, StepOutputs(deltas=again, stats=CoreStats())).deltas
+    assert found == again, "nobody had told when it started"
+
+
+def test_what_has_begun_is_told_of_once() -> None:
+    deliveries = Deliveries()
+    deliveries.add(request("a", max_tokens=4), 0)
+    deliveries.take_in(0, [SequenceDelta(request_id="a", token_ids=[1], started_at=1.0, cached_tokens=16)])
+    deliveries.move("a", 1)
+    again = SequenceDelta(request_id="a", token_ids=[2], started_at=2.0, cached_tokens=32)
+    assert deliveries.take_in(1, [again]).deltas == [SequenceDelta(request_id="a", token_ids=[2])]
+
+
+def test_a_search_begins_again() -> None:
+    message = msgspec.structs.replace(added("a", [1, 2, 3], 40, n=2), beams=BeamParams(width=3))
+    deliveries = Deliveries()
+    deliveries.add(message, 0)
+    assert deliveries.resumed("a") is message
+
+
+def test_requests_wait_for_the_core_that_follows() -> None:
+    life = Life(9, followed=True)
+    life.request("a", 2)
+    for replica in life.fleet.replicas:
+        replica.client.dead = True
+    life.request("b", 1)  # nobody has noticed
     life.turn()
-    other = life.fleet.replicas[0]
-    other.client.running["a"][1] = 5000
+    assert life.fleet.replicas == ()
+    life.request("c", 1)
+    life.abort()
+    with pytest.raises(QueueFullError, match="max-waiting"):
+        life.fleet._most_waiting = 1
+        life.fleet.send(added("d", [1], 5))
     life.finish()
-    assert (life.ended["a"].finish_reason, life.ended["a"].error) == ("error", DIVERGED)
-    assert AbortRequests(request_ids=["a"]) in other.client.messages
+    assert len(life.ended) + len(life.aborted) == 4
     life.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("beside", [0, 1, 31])
+def test_a_request_that_kills_cores_is_found_and_the_others_finish(beside: int) -> None:
+    life = Life(10, followed=True)
+    names = [f"r{index}" for index in range(beside)]
+    for name in [*names[: beside // 2], "poison", *names[beside // 2 :]]:
+        life.request(name, 1)
+    deaths = 0
+    for _ in range(2000):
+        if not life.wanted.keys() - life.ended.keys():
+            break
+        if not life.fleet.replicas:
+            life.come()
+        for replica in life.fleet.replicas:
+            if "poison" in replica.client.running:
+                replica.client.dead = True
+                deaths += 1
+        life.turn()
+    assert deaths == 3
+    assert life.ended["poison"].error_kind == "fault" and "each time" in str(life.ended["poison"].error)
+    assert all(life.got[name] == tokens_of(name, life.wanted[name]) for name in names)
+    life.check_nothing_is_left()
+    assert not life.fleet._suspects._deaths
 
 
 def test_the_last_ones_death_is_raised() -> None:
@@ -268,15 +359,6 @@ def test_a_request_without_a_replica_is_refused() -> None:
         life.fleet.drain(replica)
     with pytest.raises(EngineError, match="all are being removed"):
         life.fleet.send(added("a", [1], 2))
-
-
-def test_what_was_taken_over_counts_as_begun_while_it_repeats() -> None:
-    deliveries = Deliveries()
-    deliveries.add(request("a", max_tokens=4), 0)
-    deliveries.take_in(0, [SequenceDelta(request_id="a", token_ids=[1, 2])])
-    deliveries.move("a", 1)
-    news = deliveries.take_in(1, [SequenceDelta(request_id="a", token_ids=[1])])
-    assert (news.began, news.deltas) == (["a"], [])
 
 
 def test_replicas_in_rounds_are_woken_behind_every_request_and_end_with_the_first_that_is_lost() -> None:
