@@ -7,6 +7,7 @@ differ from what was delivered, and nothing of it comes again.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import msgspec
@@ -27,7 +28,7 @@ class _Request(msgspec.Struct, eq=False):
 
 class _Sequence(msgspec.Struct, eq=False):
     request: _Request
-    tokens: list[int] = []
+    tokens: array[int] = msgspec.field(default_factory=lambda: array("i"))
     """delivered"""
     prompt_logprobs: int = 0
     was_told: bool = False
@@ -102,7 +103,7 @@ class Deliveries:
             params=params,
             followers=[each for each in message.followers if each.request_id in others],
             wait_s=message.wait_s if is_new else None,
-            resumed=[] if is_new else [Resumed(each.tokens.copy(), each.prompt_logprobs) for each in had],
+            resumed=[] if is_new else [Resumed(each.tokens.tolist(), each.prompt_logprobs) for each in had],
         )
 
     def left(self, request_id: str) -> list[str]:
@@ -160,7 +161,7 @@ class Deliveries:
         if sequence.was_told and (delta.started_at is not None or delta.cached_tokens):
             delta = replace(delta, started_at=None, cached_tokens=0)
         sequence.was_told |= delta.started_at is not None
-        sequence.tokens += delta.token_ids
+        sequence.tokens.extend(delta.token_ids)
         sequence.prompt_logprobs += len(delta.prompt_logprobs)
         if delta.finish_reason is not None and (ended := self.end(delta.request_id)) is not None:
             news.ended.append(ended)
