@@ -136,11 +136,21 @@ def test_prefix(subject: Subject) -> None:
     assert sum(output.num_cached_tokens for output in outputs) >= 16 * len(PROMPTS)
 
 
+@pytest.fixture
+def every_third(subject: Subject, request: pytest.FixtureRequest) -> None:
+    """By default: who is preempted, and what happens to it, does not depend on the family."""
+    turn = 0 if "preempt" in request.node.name else 1
+    if not request.config.getoption("exhaustive") and DECODERS.index(subject.family) % 3 != turn:
+        pytest.skip("of every third family, unless --exhaustive")
+
+
+@pytest.mark.usefixtures("every_third")
 def test_preempt(subject: Subject) -> None:
     _, stats = subject.run(crowd=True, kv_cache_memory=subject.small_pool(), preemption="recompute")
     assert stats.preemptions > 0
 
 
+@pytest.mark.usefixtures("every_third")
 def test_swap(subject: Subject) -> None:
     pool = subject.small_pool()
     _, stats = subject.run(crowd=True, kv_cache_memory=pool, preemption="swap", swap_space=1 << 26)
