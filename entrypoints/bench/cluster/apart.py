@@ -15,6 +15,7 @@ from engine.kv_transfer.params import FIELD, KVTransferParams, as_answer
 from entrypoints.bench.cluster.clock import Clock
 from entrypoints.bench.cluster.costs import StepCosts
 from entrypoints.bench.cluster.layouts import Layout
+from entrypoints.bench.cluster.neighbours import Neighbours
 from entrypoints.bench.cluster.simulate import Cluster, loads_and_hits
 from entrypoints.bench.cluster.stages import Stages
 from entrypoints.bench.cluster.transfers import Link, Transfers
@@ -94,11 +95,20 @@ class TwoHops:
         server.prompt_tokens += tokens
 
 
-def prefill_apart(prefill: EngineConfig, decode: EngineConfig, costs: StepCosts, layout: Layout, link: Link) -> Cluster:
-    """`prefill`, `decode`: what such a server is started with."""
+def prefill_apart(
+    prefill: EngineConfig,
+    decode: EngineConfig,
+    costs: StepCosts,
+    layout: Layout,
+    link: Link,
+    neighbours: Neighbours | None = None,
+) -> Cluster:
+    """`prefill`, `decode`: what such a server is started with. `neighbours`: as in `replicated`."""
     clock = Clock()
     transfers = Transfers(clock, link, decode.limits, costs.report.block_bytes)
-    make = functools.partial(VirtualCore, costs=costs, stages=Stages(), clock=clock, connect=transfers.connect)
+    make = functools.partial(
+        VirtualCore, costs=costs, stages=Stages(), clock=clock, connect=transfers.connect, neighbours=neighbours
+    )
     computing = [make(prefill) for _ in range(layout.prefill)]
     return Cluster(clock, TwoHops(computing, [make(decode) for _ in range(layout.replicas)]))
 

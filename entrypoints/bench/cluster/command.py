@@ -52,6 +52,8 @@ def add_commands(commands: Any) -> None:
     add_model(costs)
     costs.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the table goes (JSON)")
     costs.add_argument("--rounds", type=count, default=1, help="of all sizes of steps")
+    beside_help = "and what they take while another such engine computes here, for `cluster --real`"
+    costs.add_argument("--beside", action="store_true", help=beside_help)
     costs.add_argument(
         "--most-error",
         type=positive,
@@ -219,7 +221,7 @@ def step_costs(options: argparse.Namespace) -> list[dict[str, object]]:
     device = config.device
     where = f"{device.threads} threads of a {platform.machine()} CPU" if device.kind == "cpu" else "a GPU"
     source = f"{where}, measured"
-    found = measure(config, rounds=options.rounds, seed=options.seed, source=source)
+    found = measure(config, rounds=options.rounds, seed=options.seed, source=source, beside=options.beside)
     if found.error > options.most_error:
         raise ConfigError(
             f"the step costs are off by {100 * found.error:.1f} % in the mean of steps that were not fitted to, and "
@@ -229,6 +231,8 @@ def step_costs(options: argparse.Namespace) -> list[dict[str, object]]:
         options.out.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     except OSError as error:
         raise ConfigError(f"--out: {error}") from error
+    if options.beside:
+        print(f"beside another engine steps take {found.beside:.2f} times as long")
     print(f"{found.steps} steps; off by {100 * found.error:.1f} % in the mean, of steps that were not fitted to")
     return [msgspec.to_builtins(found)]
 

@@ -95,6 +95,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """of the executor: what memory it leaves for keys and values"""
     swap_block_s: float = 0.0
     """a block to the host tier and back; 0: there was none"""
+    beside: float = 1.0
+    """what steps take while another such engine computes on the same machine, over what they take alone; 1: nothing
+    more, or it was not measured"""
 
     def at_pace(self, pace: float) -> StepCosts:
         """All steps take so many times as long."""

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 
 from engine.config import EngineConfig
@@ -14,6 +15,7 @@ from engine.core.loop import CoreLoop
 from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
 from engine.core.wire import AddRequest
 from engine.step import RowParams
+from entrypoints.bench.cluster.busy_engine import busy_engine
 from entrypoints.bench.cluster.costs import Measured, StepCosts, fit
 from entrypoints.bench.cluster.virtual import NotingExecutor
 
@@ -25,33 +27,70 @@ Shape = tuple[int, int, int]
 """of a request: the turn at which it comes, its prompt's and its output's tokens"""
 
 
-def measure(config: EngineConfig, *, rounds: int, seed: int, source: str) -> StepCosts:
-    """Raises what starting an engine raises."""
-    executor = NotingExecutor(load_executor(DEFAULT_EXECUTOR, config))
-    try:
-        loop, _ = build_core(config, executor)
-        while executor.compile_state() == "running":
-            time.sleep(_COMPILING_LOOK_S)
-        draw = np.random.default_rng(seed)
-        numbers = itertools.count()
-        _run(loop, config, draw, [(0, 64, 8)] * 4, numbers)  # first calls of everything
-        executor.works.clear()
-        executor.seconds.clear()
-        for _ in range(rounds):
-            for shapes in _batches(config, draw):
-                _run(loop, config, draw, shapes, numbers)
-        budget = config.scheduler.max_num_batched_tokens
+class Measurement:
+    """An engine's loop, whose steps are noted. Raises what starting an engine raises."""
+
+    def __init__(self, config: EngineConfig, seed: int) -> None:
+        self._config = config
+        self._executor = NotingExecutor(load_executor(DEFAULT_EXECUTOR, config))
+        self._draw, self._numbers = np.random.default_rng(seed), itertools.count()
+        try:
+            self._loop, _ = build_core(config, self._executor)
+            while self._executor.compile_state() == "running":
+                time.sleep(_COMPILING_LOOK_S)
+            self._run([(0, 64, 8)] * 4)  # first calls of everything
+        except BaseException:
+            self._executor.close()
+            raise
+        self.forget()
+
+    def round(self) -> None:
+        """All sizes of steps once."""
+        for shapes in _batches(self._config, self._draw):
+            self._run(shapes)
+
+    def forget(self) -> None:
+        self._executor.works.clear()
+        self._executor.seconds.clear()
+
+    def fitted(self, source: str) -> StepCosts:
         return fit(
-            executor.works,
-            executor.seconds,
+            self._executor.works,
+            self._executor.seconds,
             source=source,
-            of=Measured.of(config),
-            budget=budget,
-            report=executor.report,
-            swap_block_s=executor.swap_block_s,
+            of=Measured.of(self._config),
+            budget=self._config.scheduler.max_num_batched_tokens,
+            report=self._executor.report,
+            swap_block_s=self._executor.swap_block_s,
         )
+
+    def over(self, costs: StepCosts) -> float:
+        """What the noted steps took, over what a table says of them: the median."""
+        told = [costs.seconds(work) for work in self._executor.works]
+        return float(np.median(np.array(self._executor.seconds) / np.array(told)))
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _run(self, shapes: list[Shape]) -> None:
+        _run(self._loop, self._config, self._draw, shapes, self._numbers)
+
+
+def measure(config: EngineConfig, *, rounds: int, seed: int, source: str, beside: bool = False) -> StepCosts:
+    """`beside`: once more while another such engine computes on this machine. Raises what starting an engine raises."""
+    measurement = Measurement(config, seed)
+    try:
+        for _ in range(rounds):
+            measurement.round()
+        costs = measurement.fitted(source)
+        if beside:
+            measurement.forget()
+            with busy_engine(config):
+                measurement.round()
+            costs = msgspec.structs.replace(costs, beside=max(measurement.over(costs), 1.0))
+        return costs
     finally:
-        executor.close()
+        measurement.close()
 
 
 def _batches(config: EngineConfig, draw: np.random.Generator) -> Iterator[list[Shape]]:

@@ -14,6 +14,7 @@ from engine.resolve import resolve_here
 from entrypoints.bench.cluster.apart import apart_args, prefill_apart
 from entrypoints.bench.cluster.costs import StepCosts, check_costs
 from entrypoints.bench.cluster.layouts import Layout
+from entrypoints.bench.cluster.neighbours import Neighbours
 from entrypoints.bench.cluster.outcome import Outcome, for_all, mean_of
 from entrypoints.bench.cluster.real import run_really
 from entrypoints.bench.cluster.real_apart import run_really_apart
@@ -74,14 +75,15 @@ class Runs:
 
     def _cluster(self, layout: Layout, cell: int, pace: float) -> Cluster:
         options, costs = self._options, self._costs.at_pace(pace)
+        neighbours = Neighbours(costs.beside) if options.real else None  # all are on this machine
         if layout.prefill:
             link = Link(options.transfer_ms / 1e3, options.transfer_mb_per_s * 1e6)
             prefill, decode = self._apart
-            return prefill_apart(prefill, decode, costs, layout, link)
+            return prefill_apart(prefill, decode, costs, layout, link, neighbours)
         model, config = self._resolved[layout.stages]
         router = ROUTERS[options.router](config.cache.block_size)
         hop_s = (options.hop_ms or 0.0) / 1e3
-        return replicated(config, costs, cell, router, stages_of(model.spec, layout.stages, hop_s))
+        return replicated(config, costs, cell, router, stages_of(model.spec, layout.stages, hop_s), neighbours)
 
     def _resolve(self, args: EngineArgs, stages: int) -> tuple[ModelDescription, EngineConfig]:
         model, config = resolve_here(msgspec.structs.replace(args, pipeline_parallel_size=stages))

@@ -17,6 +17,7 @@ from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.router import Router
 from entrypoints.bench.cluster.clock import Clock
 from entrypoints.bench.cluster.costs import StepCosts
+from entrypoints.bench.cluster.neighbours import Neighbours
 from entrypoints.bench.cluster.outcome import Outcome, Seen
 from entrypoints.bench.cluster.stages import Stages
 from entrypoints.bench.cluster.traffic import Arrival
@@ -64,15 +65,23 @@ class Cluster:
 
 
 class Replicated:
-    """Replicas behind the engine's own router, each of whose stages has a machine of its own."""
+    """Replicas behind the engine's own router, each of whose stages has a machine of its own, unless they are
+    neighbours."""
 
     def __init__(
-        self, config: EngineConfig, costs: StepCosts, count: int, router: Router, stages: Stages, clock: Clock
+        self,
+        config: EngineConfig,
+        costs: StepCosts,
+        count: int,
+        router: Router,
+        stages: Stages,
+        clock: Clock,
+        neighbours: Neighbours | None,
     ) -> None:
         alone = msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, data=1))
         self._fleet: Fleet[VirtualCore] = Fleet(router)
         self.told = self._fleet.told
-        self._cores = [VirtualCore(alone, costs, stages, clock) for _ in range(count)]
+        self._cores = [VirtualCore(alone, costs, stages, clock, None, neighbours) for _ in range(count)]
         for number, core in enumerate(self._cores):
             replica = Replica(number, number, core, core.ready)
             core.hears = functools.partial(self._take_in, replica)
@@ -94,11 +103,16 @@ class Replicated:
 
 
 def replicated(
-    config: EngineConfig, costs: StepCosts, count: int, router: Router, stages: Stages | None = None
+    config: EngineConfig,
+    costs: StepCosts,
+    count: int,
+    router: Router,
+    stages: Stages | None = None,
+    neighbours: Neighbours | None = None,
 ) -> Cluster:
-    """`stages`: as many as `config` has; None: one."""
+    """`stages`: as many as `config` has; None: one. `neighbours`: of one machine; None: each has one of its own."""
     clock = Clock()
-    return Cluster(clock, Replicated(config, costs, count, router, stages or Stages(), clock))
+    return Cluster(clock, Replicated(config, costs, count, router, stages or Stages(), clock, neighbours))
 
 
 def loads_and_hits(stats: Sequence[CoreStats]) -> tuple[list[int], float]:

@@ -11,6 +11,7 @@ from engine.executor.team import Team
 from engine.reports import LoadReport, WarmUpReport
 from engine.step import StepMasks, StepPlan, StepResult
 from entrypoints.bench.cluster.costs import StepCosts, StepWork
+from entrypoints.bench.cluster.neighbours import Neighbours
 from entrypoints.bench.cluster.stages import Stages
 
 TOKEN = 7
@@ -20,7 +21,14 @@ TOKEN = 7
 class VirtualExecutor:
     """Computes nothing: its clock goes on by what steps cost."""
 
-    def __init__(self, costs: StepCosts, stages: Stages = Stages()) -> None:  # noqa: B008  # it is frozen
+    def __init__(
+        self,
+        costs: StepCosts,
+        stages: Stages = Stages(),  # noqa: B008  # it is frozen
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        """`neighbours`: None: each stage has a machine of its own."""
+        self._neighbours = neighbours or Neighbours()
         self.now = 0.0
         """of its clock, seconds; who drives it moves it on where there was nothing to do"""
         self._costs, self._stages = costs, stages
@@ -47,7 +55,8 @@ class VirtualExecutor:
         end = self.now + (len(plan.swap_in) + len(plan.swap_out)) * self._costs.swap_block_s / 2
         for index, seconds in enumerate(self._stages.seconds(self._costs, StepWork.of(plan.rows))):
             arrived = end + self._stages.hop_s * (index > 0)
-            end = self._free_at[index] = max(arrived, self._free_at[index]) + seconds
+            begin = max(arrived, self._free_at[index])
+            end = self._free_at[index] = begin + self._neighbours.begin((id(self), index), begin, seconds)
         self._steps.append((plan, end + self._stages.hop_s))
         done()
 

@@ -14,6 +14,7 @@ from engine.core.wire import CoreStats, StepOutputs, ToCore
 from engine.kv_transfer.interface import Connector
 from entrypoints.bench.cluster.clock import Clock
 from entrypoints.bench.cluster.costs import StepCosts
+from entrypoints.bench.cluster.neighbours import Neighbours
 from entrypoints.bench.cluster.stages import Stages
 from entrypoints.bench.cluster.virtual import VirtualExecutor
 
@@ -29,13 +30,15 @@ class VirtualCore:
         stages: Stages,
         clock: Clock,
         connect: Callable[[VirtualCore], Connector] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        """`config`: of one replica. `connect`: makes its side of what moves pages."""
+        """`config`: of one replica. `connect`: makes its side of what moves pages. `neighbours`: as `VirtualExecutor`
+        has them."""
         self.hears: Callable[[StepOutputs], None] = lambda _: None
         """who is told its outputs, at their time"""
         self.lost = False
         self.stats = CoreStats()
-        self._clock, self._executor, self._turns = clock, VirtualExecutor(costs, stages), False
+        self._clock, self._executor, self._turns = clock, VirtualExecutor(costs, stages, neighbours), False
         told = connect is None and config.cache.enable_prefix_caching  # as the engine's own cores: by the router
         cache = msgspec.structs.replace(config.cache, tell_front_end=told)
         connector = None if connect is None else connect(self)

@@ -1,0 +1,91 @@
+"""Cores that die, and others that follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+from core_fakes import request
+from test_replicated_client import Seen, counted, pids, replicas
+
+from engine.errors import CoreDiedError
+from engine.replicas import restarts
+from engine.replicas.restarts import Restarts
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_cores_that_die_are_followed_by_others_and_no_token_is_lost_or_comes_twice(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All die twice, and one that starts does; requests come meanwhile, too."""
+    monkeypatch.setattr(restarts, "MOST_WAIT_S", 0.1)
+    with replicas("SlowlyCounting", size, 8) as client:
+        seen, names = Seen(), {f"r{index}" for index in range(12)}
+        for index in range(8):
+            client.send(request(f"r{index}", max_tokens=40, prompt_len=20 + index))
+        for death, wanted in enumerate((24, 80)):
+            while sum(map(len, seen.tokens.values())) < wanted:
+                seen.see(client.recv())
+            victims = set(pids(client))
+            for pid in pids(client).values():
+                os.kill(pid, signal.SIGKILL)
+            while victims & pids(client).keys():
+                seen.see(client.recv())
+            assert size == 2 or client.stalled() is not None, "of two the next one may serve already"
+            client.send(request(f"r{8 + death}", max_tokens=40, prompt_len=28 + death))
+            if not death:
+                while not client._starting:
+                    time.sleep(0.001)
+                next(iter(client._starting.values())).abandon()  # it dies while it starts
+        for index in (10, 11):
+            client.send(request(f"r{index}", max_tokens=40, prompt_len=20 + index))
+        seen.until_ended(client, names)
+        assert set(seen.ended.values()) == {"length"}
+        assert {name: len(tokens) for name, tokens in seen.tokens.items()} == dict.fromkeys(names, 40)
+        assert all(seen.tokens[f"r{index}"] == counted(20 + index, 40) for index in range(8))
+        while len(client.replicas) < size:
+            time.sleep(0.01)
+            with suppress(TimeoutError):
+                asyncio.run(asyncio.wait_for(client.recv_async(), 0.1))
+        assert client.stalled() is None
+
+
+def test_after_too_many_deaths_the_engine_ends_with_the_cause() -> None:
+    with replicas(size=1, core_restarts=1) as client:
+        for death in range(2):
+            while not client.replicas:
+                client.recv()
+            os.kill(next(iter(pids(client).values())), signal.SIGKILL)
+            client.send(request(f"r{death}", max_tokens=5))
+            if not death:
+                client.recv()
+        with pytest.raises(CoreDiedError, match="SIGKILL"):
+            for _ in range(10):
+                client.recv()
+        with pytest.raises(CoreDiedError, match="SIGKILL"):
+            client.send(request("r"))
+
+
+def test_an_engine_is_closed_while_a_core_starts_in_the_place_of_one_that_died() -> None:
+    for waits in (False, True):
+        with replicas(size=1, core_restarts=4) as client:
+            if waits:  # for the next start
+                client._restarts.died(time.monotonic())
+            os.kill(next(iter(pids(client).values())), signal.SIGKILL)
+            while client.replicas:
+                client.recv()
+            if not waits:
+                while not client._starting:
+                    time.sleep(0.001)
+
+
+def test_deaths_are_followed_sooner_or_later() -> None:
+    policy = Restarts(4)
+    assert [policy.died(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 4.0, None]
+    assert policy.died(603.5) == 1.0, "all but one are forgotten"
