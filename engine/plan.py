@@ -184,7 +184,8 @@ class _Fit:
         if config.lora is None or spec is None:
             return 0
         shard = None if stage is None or parallel.tensor == 1 else Shard(part, parallel.tensor, parallel.experts)
-        return table_bytes(spec, config.lora, DTYPE_BYTES[config.model.dtype], shard, stage)
+        on_device = config.device.kind != "cpu"
+        return table_bytes(spec, config.lora, DTYPE_BYTES[config.model.dtype], shard, stage, on_device)
 
     def ranks(self, config: EngineConfig) -> list[RankPlan]:
         """Where there are several; of a model that runs through the library's module nothing is told."""

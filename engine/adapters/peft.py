@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -75,7 +76,10 @@ class AdapterFiles:
     """An adapter, read once, whole, and checked: who writes to its files meanwhile changes nothing of it. Raises
     `ConfigError` and `WeightsError`."""
 
-    def __init__(self, request: LoRARequest, targets: Targets, max_rank: int) -> None:
+    digest = ""
+    """of both files, if it was wanted"""
+
+    def __init__(self, request: LoRARequest, targets: Targets, max_rank: int, digest: bool = False) -> None:
         path = Path(request.lora_path)
         self._config = path / CONFIG
         self._file = path / WEIGHTS
@@ -92,9 +96,14 @@ class AdapterFiles:
         if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            self._tensors = load(self._read(targets, max_rank))
+            data = self._read(targets, max_rank)
+            self._tensors = load(data)
+        except KeyError as error:
+            raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error
+        if digest:
+            self.digest = f"{zlib.crc32(data):08x} {self._alpha:g} {self._root}"
         self._headers = self._read_headers(targets, max_rank)
 
     def _read(self, targets: Targets, max_rank: int) -> bytes:

@@ -24,7 +24,9 @@ class AdapterStore:
 
     def __init__(self, tables: AdapterTables, notify: Callable[[LoRARequest], None] | None) -> None:
         self._tables, self._notify = tables, notify
-        self._kept: OrderedDict[LoRARequest, list[Factors]] = OrderedDict()
+        self._kept: OrderedDict[LoRARequest, tuple[list[Factors], str]] = OrderedDict()
+        """with the digest of their files"""
+        self._digests: dict[LoRARequest, str] = {}
         self._problems: dict[LoRARequest, str] = {}
         self._work: SimpleQueue[tuple[LoRARequest, int]] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -32,6 +34,10 @@ class AdapterStore:
     @property
     def num_slots(self) -> int:
         return self._tables.num_slots
+
+    @property
+    def needs_rest(self) -> bool:
+        return False
 
     def load(self, adapter: LoRARequest, slot: int) -> bool:
         if self._notify is None or self._tables.on_device:  # a device's copies are in order with its steps
@@ -42,6 +48,12 @@ class AdapterStore:
             self._thread.start()
         self._work.put((adapter, slot))
         return False
+
+    def digest(self, adapter: LoRARequest) -> str:
+        return self._digests.pop(adapter, "")
+
+    def forget(self, adapter: LoRARequest) -> None:
+        self._kept.pop(adapter, None)
 
     def problem(self, adapter: LoRARequest) -> str | None:
         return self._problems.pop(adapter, None)
@@ -65,8 +77,10 @@ class AdapterStore:
             self._problems[adapter] = in_words(error)
 
     def _factors(self, adapter: LoRARequest) -> list[Factors]:
-        factors = self._kept.pop(adapter, None)
-        self._kept[adapter] = factors = self._tables.read(adapter) if factors is None else factors
+        read = self._kept.pop(adapter, None) or self._tables.read(adapter)
+        self._kept[adapter] = read
         while len(self._kept) > self._tables.most_kept:
             self._kept.popitem(last=False)
-        return factors
+        if read[1]:
+            self._digests[adapter] = read[1]
+        return read[0]

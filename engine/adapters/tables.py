@@ -84,11 +84,12 @@ class AdapterTables:
         """`spec`: of the whole model, of which `model` is that part of those layers."""
         self.num_slots, self.most_kept = config.max_loras, config.max_cpu_loras
         self.kept_bytes = 0
-        """of factors that are kept beside those in slots, at most"""
+        """of factors that are kept beside those in slots, at most, where that is the device's memory"""
         self._max_rank, self._dtype = config.max_lora_rank, model.dtype
         self._targets = Targets(spec)
         self._step = StepAdapters(most_tokens, device)
         self.on_device = device.type == "cuda"
+        self._is_part = shard is not None or stage is not None
         self._own = own_parts(spec, self._targets, shard, stage)
         parts: dict[str, list[Own]] = {}
         for own in self._own.values():
@@ -98,11 +99,13 @@ class AdapterTables:
             ends = tuple(own.start + own.outputs for own in of_layer)
             place = Place(ends, self._step.table, config.max_loras, config.max_lora_rank, model.dtype, device)
             self._layers[name] = layer = _replaced(model, name, place)
-            self.kept_bytes += (layer.a.nbytes + layer.b.nbytes) // config.max_loras * config.max_cpu_loras
+            if not self.on_device:
+                self.kept_bytes += (layer.a.nbytes + layer.b.nbytes) // config.max_loras * config.max_cpu_loras
 
-    def read(self, adapter: LoRARequest) -> list[Factors]:
-        """From its files. Raises `ConfigError` and `WeightsError`."""
-        return AdapterFiles(adapter, self._targets, self._max_rank).factors(self._dtype, self._own)
+    def read(self, adapter: LoRARequest) -> tuple[list[Factors], str]:
+        """From its files, and of a part of a model a digest of these. Raises `ConfigError` and `WeightsError`."""
+        files = AdapterFiles(adapter, self._targets, self._max_rank, digest=self._is_part)
+        return files.factors(self._dtype, self._own), files.digest
 
     def write(self, slot: int, factors: list[Factors]) -> None:
         """The adapter is in the slot; no step in flight has a row of it."""

@@ -102,11 +102,16 @@ def own_parts(
 
 
 def table_bytes(
-    spec: DecoderSpec, config: LoRAConfig, dtype_bytes: int, shard: Shard | None = None, stage: Stage | None = None
+    spec: DecoderSpec,
+    config: LoRAConfig,
+    dtype_bytes: int,
+    shard: Shard | None = None,
+    stage: Stage | None = None,
+    on_device: bool = False,
 ) -> int:
-    """Of the factors that all slots have room for, and of those that are kept beside them; a rank's of the model
-    `spec`."""
-    kept = config.max_loras + config.max_cpu_loras
+    """Of the factors that all slots have room for, and of those that are kept beside them, unless slots are
+    `on_device` and these are not; a rank's of the model `spec`."""
+    kept = config.max_loras + (0 if on_device else config.max_cpu_loras)
     values = sum(own.inputs + own.outputs for own in own_parts(spec, Targets(spec), shard, stage).values())
     return kept * config.max_lora_rank * values * dtype_bytes
 

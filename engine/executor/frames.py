@@ -80,6 +80,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
 
     adapter: LoRARequest
     slot: int
+    anew: bool = False
+    """its files are read, whatever is kept of it"""
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
@@ -103,6 +105,8 @@ class LoadedAdapter(msgspec.Struct, frozen=True, tag="loaded_adapter"):
     adapter: LoRARequest
     problem: str | None
     """why it is not there"""
+    digest: str = ""
+    """of its files"""
 
 
 Command = Load | Allocate | WarmUp | LoadAdapter | Close

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from engine.adapters.interface import AdapterLoader
+from engine.adapters.interface import AdapterLoader, RanksAdapters
 from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
 from engine.errors import RANK_GRACE_S, EngineError, RankLostError
@@ -195,7 +195,8 @@ class MultiprocExecutor:
     def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:
         """See `HoldsAdapters`."""
         assert isinstance(self._local, HoldsAdapters)
-        return GroupAdapters(self._serving(), self._local.adapters, notify)
+        make = cast("Callable[[Callable[[LoRARequest], None] | None], RanksAdapters]", self._local.adapters)
+        return GroupAdapters(self._serving(), make, notify)
 
     def close(self) -> None:
         """Steps in flight end with an error, the workers by themselves or by force; nothing is left."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
-from engine.adapters.interface import AdapterLoader
+from engine.adapters.interface import RanksAdapters
 from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
 from engine.errors import EngineError
@@ -64,7 +64,7 @@ class Rank:
             if memory >= 0:
                 os.close(memory)
         self._local = make_executor(config, group, self._receive_masks)
-        self._adapters: AdapterLoader | None = None
+        self._adapters: RanksAdapters | None = None
         """once one was loaded"""
         self._ahead: deque[Frame] = deque()
         """plans that came before the masks of an earlier one"""
@@ -149,23 +149,26 @@ class Rank:
             case WarmUp():
                 self._warm_up()
             case LoadAdapter():
-                self._load_adapter(command.adapter, command.slot)
+                self._load_adapter(command)
             case Close():
                 return False
         return True
 
-    def _load_adapter(self, adapter: LoRARequest, slot: int) -> None:
+    def _load_adapter(self, command: LoadAdapter) -> None:
         if self._adapters is None:
             assert isinstance(self._local, HoldsAdapters)
-            self._adapters = self._local.adapters(self._tell_of_adapter)
-        if self._adapters.load(adapter, slot):
-            self._tell_of_adapter(adapter)
+            self._adapters = cast(RanksAdapters, self._local.adapters(self._tell_of_adapter))
+        if command.anew:
+            self._adapters.forget(command.adapter)
+        if self._adapters.load(command.adapter, command.slot):
+            self._tell_of_adapter(command.adapter)
 
     def _tell_of_adapter(self, adapter: LoRARequest) -> None:
         """From any thread."""
         assert self._adapters is not None
         with contextlib.suppress(OSError):  # the driver has gone
-            self._link.tell(LoadedAdapter(adapter, self._adapters.problem(adapter)))
+            problem, digest = self._adapters.problem(adapter), self._adapters.digest(adapter)
+            self._link.tell(LoadedAdapter(adapter, problem, digest))
 
     def _block_bytes(self) -> list[int]:
         if self._pages_fd is None:

@@ -35,6 +35,8 @@ class Mamba(nn.Module):
             sizes = torch.tensor([spec.inner_size, spec.inner_size, shared, shared, spec.heads])
             scales = torch.tensor(spec.scales).repeat_interleave(sizes).to(device)
         self.register_buffer("scales", scales, persistent=False)
+        self.out_scale = spec.out_scale
+        """behind the norm, wherever that is"""
         self._native: NativeMix | None = None
 
     def compute_by(self, ops: LinearOps, isa: int = AUTO) -> None:
@@ -49,8 +51,8 @@ class Mamba(nn.Module):
     def forward(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
         """x [tokens, gates of the output | values, keys and queries | decays]; out [tokens, heads * head_dim]."""
         self._mix(x if self.scales is None else (x * self.scales).to(x.dtype), out, states)
-        if self.facts.out_scale != 1.0:
-            out.mul_(self.facts.out_scale)
+        if self.out_scale != 1.0:
+            out.mul_(self.out_scale)
 
     def _mix(self, x: torch.Tensor, out: torch.Tensor, states: LayerStates) -> None:
         if self._native is not None and states.place is not None:

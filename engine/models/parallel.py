@@ -108,13 +108,20 @@ class SummedNorm(nn.Module):
     """RMSNorm over the whole width of q, of k, or of what states gave, of which this rank has some heads."""
 
     def __init__(
-        self, weight: torch.Tensor, eps: float, is_wide: bool, width: int, group: Group, share: float = 1.0
+        self,
+        weight: torch.Tensor,
+        eps: float,
+        is_wide: bool,
+        width: int,
+        group: Group,
+        share: float = 1.0,
+        scale: float = 1.0,
     ) -> None:
         """`is_wide`: as `WideRMSNorm`; `width`: of all ranks' heads, each counted once; `share`: this rank's of squares
-        that others have, too."""
+        that others have, too; `scale`: of what comes out."""
         super().__init__()
         self.weight, self.eps, self._is_wide = weight, eps, is_wide
-        self.width, self.share = width, share
+        self.width, self.share, self.scale = width, share, scale
         self._name, self._all_reduce = group.name, group.all_reduce
 
     def weighted(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -122,7 +129,8 @@ class SummedNorm(nn.Module):
         squares = wide.pow(2).sum(-1, keepdim=True) * self.share
         total = self._all_reduce(squares, None, torch.float32, self._name)
         normed = wide * torch.rsqrt(total / self.width + self.eps)
-        return (normed * weight).to(x.dtype) if self._is_wide else weight * normed.to(x.dtype)
+        made = (normed * weight).to(x.dtype) if self._is_wide else weight * normed.to(x.dtype)
+        return made if self.scale == 1.0 else made * self.scale
 
 
 def join(model: Decoder, whole: DecoderSpec, group: Group) -> None:
@@ -172,4 +180,5 @@ def _norm_of_states(layer: DecoderLayer, mixer: MambaSpec, group: Group) -> Summ
         return None
     assert isinstance(layer.mixing, Mamba) and layer.mixing.norm is not None
     weight, layer.mixing.norm = layer.mixing.norm, None
-    return SummedNorm(weight, mixer.norm_eps, True, mixer.inner_size, group)
+    scale, layer.mixing.out_scale = layer.mixing.out_scale, 1.0
+    return SummedNorm(weight, mixer.norm_eps, True, mixer.inner_size, group, scale=scale)

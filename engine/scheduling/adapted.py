@@ -28,6 +28,8 @@ class Adapted:
         """sequences that have ended, with the step before which all must be complete"""
         self._ready: list[_Samples] = []
         self._failed: list[tuple[_Samples, str]] = []
+        self.wants_rest = False
+        """an adapter can be loaded when no step is in flight any more: none is to be planned"""
 
     def __len__(self) -> int:
         """Sequences that wait for an adapter."""
@@ -88,6 +90,7 @@ class Adapted:
 
     def _go_on(self) -> None:
         """Whoever waits, in order, as far as there are slots."""
+        self.wants_rest = False
         for adapter in list(self._waiting):
             if adapter in self._slots.loading:
                 continue
@@ -111,8 +114,11 @@ class Adapted:
         return True
 
     def _load(self, adapter: LoRARequest) -> bool:
-        """False: all slots are in use."""
+        """False: all slots are in use, or are not to be filled now."""
         assert self._loader is not None
+        if self._loader.needs_rest and self._steps:
+            self.wants_rest = True
+            return False
         slot = self._slots.begin(adapter)
         if slot is not None and self._loader.load(adapter, slot):
             self._end_loading(adapter)

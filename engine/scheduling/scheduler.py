@@ -144,6 +144,10 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed before results arrive (or at all)."""
+        if self._adapted.wants_rest:
+            if self._steps:
+                return None
+            self._adapted.go_on()
         for samples in self._adapted.take_ready():
             self._constrained.place(samples)
         while True:

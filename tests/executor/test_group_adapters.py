@@ -48,15 +48,23 @@ class Local:
     """Rank 0's loader; `done`: before `load` returns."""
 
     num_slots = 3
+    needs_rest = False
 
     def __init__(self, done: bool) -> None:
         self.done, self.problems = done, dict[LoRARequest, str]()
+        self.read, self.forgotten = "", list[LoRARequest]()
 
     def load(self, adapter: LoRARequest, slot: int) -> bool:
         return self.done
 
     def problem(self, adapter: LoRARequest) -> str | None:
         return self.problems.pop(adapter, None)
+
+    def digest(self, adapter: LoRARequest) -> str:
+        return self.read
+
+    def forget(self, adapter: LoRARequest) -> None:
+        self.forgotten.append(adapter)
 
 
 def made(
@@ -102,11 +110,27 @@ def test_what_one_rank_cannot_load_is_not_there_and_can_be_tried_again() -> None
         workers.heard_of_adapter(2, LoadedAdapter(ONE, None if attempt else "no such file"))
         assert notified.pop() == ONE and not notified
         assert group.problem(ONE) == (None if attempt else "rank 2: no such file")
+        assert [sent.anew for sent in workers.sent] == [False, True][: attempt + 1]
+    assert local.forgotten == [ONE], "rank 0 had read it, and does so again"
     local.problems[OTHER] = "own"
     assert not group.load(OTHER, 1)
     for rank in (1, 2):
         workers.heard_of_adapter(rank, LoadedAdapter(OTHER, "theirs"))
-    assert group.problem(OTHER) == "own" and group.problem(OTHER) is None
+    assert group.problem(OTHER) == "own"
+
+
+def test_ranks_that_have_read_different_files_have_nothing() -> None:
+    notified: list[LoRARequest] = []
+    group, workers, local, _ = made(True, notified)
+    assert workers.heard_of_adapter is not None
+    for attempt, digests in enumerate(("aab", "aaa")):
+        assert not group.load(ONE, 1)
+        local.read = digests[0]
+        for rank in (1, 2):
+            workers.heard_of_adapter(rank, LoadedAdapter(ONE, None, digests[rank]))
+        problem = group.problem(ONE)
+        assert problem is None if attempt else "different files" in str(problem)
+    assert [sent.anew for sent in workers.sent] == [False, True]
 
 
 def test_without_anybody_to_notify_loading_waits_for_all() -> None:

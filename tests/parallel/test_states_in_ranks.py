@@ -37,11 +37,13 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "shared_expert_intermediate_size": 32,
 }
+NORMED: dict[str, Any] = {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "ssm_out_multiplier": 1.33}
 SUBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, FAMILIES[family]) for family in FAMILIES},
     # All layers' states fit into as many pages as a stage's, for the process that computes all.
     "KimiLinear": ("KimiLinear", {**FAMILIES["KimiLinear"], "kv_lora_rank": 104}),
     "one group": ("GraniteMoeHybrid", {**FAMILIES["GraniteMoeHybrid"], "mamba_n_groups": 1}),
+    "one normed group beside attention": ("FalconH1", {**FAMILIES["FalconH1"], **NORMED}),
     "experts": ("Qwen3_5Moe", {**FAMILIES["Qwen3_5"], **EXPERTS}),
 }
 WHOLE: dict[str, Any] = {"enable_expert_parallel": True}

@@ -100,11 +100,11 @@ class ThreadRanks:
 
 
 class _ThreadAdapters:
-    """Loads one rank's part after the other's."""
+    """Loads one rank's part after the other's; at rest, as ranks that are processes have to."""
 
     def __init__(self, loaders: list[AdapterStore]) -> None:
         self._loaders = loaders
-        self.num_slots = loaders[0].num_slots
+        self.num_slots, self.needs_rest = loaders[0].num_slots, True
 
     def load(self, adapter: LoRARequest, slot: int) -> bool:
         done = [loader.load(adapter, slot) for loader in self._loaders]

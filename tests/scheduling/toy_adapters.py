@@ -21,6 +21,7 @@ class ToyAdapters:
         """`delay`: turns that loading takes; 0: it is done at once. `numbers`: of the device, by slot: whose it
         holds."""
         self.num_slots, self._delay, self.numbers = num_slots, delay, numbers
+        self.needs_rest = False
         self.under_way: dict[LoRARequest, int] = {}
         self._slots: dict[int, int] = {}
         """by row, behind the plans so far"""
