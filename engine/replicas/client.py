@@ -323,7 +323,7 @@ class ReplicatedClient:
                     self._fleet.tell()
                 break
             except Exception as error:
-                if self._closed or self._died is not None:
+                if self._closed or self._abandoned or self._died is not None:
                     break
                 logger.exception("a core that was to follow another one did not start")
                 wait_s = self._restarts.died(time.monotonic())

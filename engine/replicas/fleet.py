@@ -86,6 +86,7 @@ class Fleet(Generic[C]):
         """what a replica that comes later has to be told: pins by their names, the vocabulary under "" """
         self._gone = counters_of(CoreStats())
         """what those have counted that are no more"""
+        self._has_lost = False
 
     def add(self, replica: Replica[C]) -> None:
         with self._lock:
@@ -161,6 +162,8 @@ class Fleet(Generic[C]):
         self._router.drain(replica.number, draining)
 
     def _stats(self) -> CoreStats:
+        if len(self.replicas) == 1 and not self._has_lost:  # at every step
+            return self.replicas[0].stats
         return stats_of_all([replica.stats for replica in self.replicas], self._gone)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -248,19 +251,23 @@ class Fleet(Generic[C]):
         """Nobody listens to it any more."""
         self.replicas = tuple(each for each in self.replicas if each is not replica)
         self._gone = stats_of_all([counters_of(replica.stats)], self._gone)
-        lost = self._router.remove(replica.number)
+        self._has_lost = True
+        lost, killers = self._router.remove(replica.number), list[str]()
+        go_on = lost
         if death is not None:
-            lost, killers = self._suspects.of_death(lost, self._deliveries.got_on)
-            self._fail([each for name in killers for each in self._deliveries.left(name)], _killed(death), "fault")
+            go_on, killers = self._suspects.of_death(lost, self._deliveries.got_on)
+        for name in lost:
+            self._deliveries.move(name, None)
+        for name in killers:
+            assert death is not None
+            self._fail(self._deliveries.left(name), _killed(death), "fault")
         if not self.replicas:
-            for name in lost:
-                self._deliveries.move(name, None)
-            self._waiting += lost
+            self._waiting += go_on
             return
         if all(each.draining for each in self.replicas):  # who else?
             for each in self.replicas:
                 self._drain(each, False)
-        self._move(lost)
+        self._move(go_on)
         self._try_suspect()
 
     def _try_suspect(self) -> None:

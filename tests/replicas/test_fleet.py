@@ -246,6 +246,21 @@ def test_requests_wait_for_the_core_that_follows() -> None:
     life.check_nothing_is_left()
 
 
+def test_suspects_that_wait_for_their_trial_may_be_aborted() -> None:
+    life = Life(11, followed=True)
+    for death in range(3):  # before there is a request, and twice with both
+        life.see(life.fleet.lost(life.fleet.replicas[0], CoreDiedError("killed"), True))
+        if death:
+            life.come()
+        else:
+            life.request("a", 1)
+            life.request("b", 1)
+    assert len(life.fleet._suspects._waiting) == 1
+    life.fleet.send(AbortRequests(request_ids=["a", "b"]))
+    life.aborted |= {"a", "b"}
+    life.check_nothing_is_left()
+
+
 @pytest.mark.parametrize("beside", [0, 1, 31])
 def test_a_request_that_kills_cores_is_found_and_the_others_finish(beside: int) -> None:
     life = Life(10, followed=True)
