@@ -125,7 +125,7 @@ class ReplicatedClient:
     def stalled(self) -> str | None:
         """Where one makes progress, new requests go there."""
         if not self._fleet.replicas and self._following:
-            return "the core died, and another one is being started"
+            return "it died, and another one is being started"
         reasons = [client.stalled() for client in self._clients]
         return reasons[0] if reasons and all(reason is not None for reason in reasons) else None
 

@@ -1,0 +1,155 @@
+"""A server's core is killed while streams run. Of each stream: whether it ended, whether anything that it was given was
+taken back, and whether it is what it is when nothing is killed.
+
+usage: python tools/kill_cores.py MODEL [--streams 64] [--kills 5] [--tokens 96] [--seed 1] [--serve "--dtype float32"]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+from openai import AsyncOpenAI
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1.0, "n": 3},
+    {"temperature": 0, "presence_penalty": 0.5},
+    {"temperature": 1.0, "extra_body": {"structured_outputs": {"regex": "([a-f]{4} ){8,30}end"}}},
+)
+START_S = 300.0
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
+        self.logprobs = self.generated = 0
+        self.longest_gap_s = 0.0
+        self.failed = ""
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        return self.texts, self.reasons, self.logprobs, self.generated
+
+
+async def follow(client: AsyncOpenAI, index: int, tokens: int, stream: Stream) -> None:
+    kind = KINDS[index % len(KINDS)]
+    body = {"ignore_eos": "structured_outputs" not in kind.get("extra_body", {}), **kind.get("extra_body", {})}
+    prompt = f"{index} ways to count the words of a story that nobody has told yet:" + " once more" * (index % 9)
+    last = time.monotonic()
+    try:
+        chunks: Any = await client.completions.create(
+            model="served",
+            prompt=prompt,
+            max_tokens=tokens,
+            seed=index,
+            stream=True,
+            stream_options={"include_usage": True},
+            **{**kind, "extra_body": body},
+        )
+        async for chunk in chunks:
+            now = time.monotonic()
+            stream.longest_gap_s, last = max(stream.longest_gap_s, now - last), now
+            for choice in chunk.choices:
+                stream.texts[choice.index] = stream.texts.get(choice.index, "") + choice.text
+                if choice.logprobs is not None:
+                    stream.logprobs += len(choice.logprobs.tokens or [])
+                if choice.finish_reason is not None:
+                    stream.reasons[choice.index] = choice.finish_reason
+            if chunk.usage is not None:
+                stream.generated = chunk.usage.completion_tokens
+    except Exception as error:
+        stream.failed = f"{type(error).__name__}: {error}"
+
+
+def core_of(server: subprocess.Popen[bytes]) -> int | None:
+    for child in psutil.Process(server.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if any("engine.core.process" in part for part in child.cmdline()):
+                return int(child.pid)
+    return None
+
+
+async def run(
+    base: str, options: argparse.Namespace, server: subprocess.Popen[bytes], kills: list[int]
+) -> list[Stream]:
+    """`kills`: characters over all streams, behind each of which the core is killed."""
+    streams = [Stream() for _ in range(options.streams)]
+    async with AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=600) as client:
+        tasks = [asyncio.create_task(follow(client, i, options.tokens, each)) for i, each in enumerate(streams)]
+        for wanted in kills:
+            while sum(len(text) for each in streams for text in each.texts.values()) < wanted:
+                await asyncio.sleep(0.002)
+                if all(task.done() for task in tasks):
+                    break
+            if (core := core_of(server)) is not None:
+                os.kill(core, signal.SIGKILL)
+                print(f"killed core {core} behind {wanted} characters", flush=True)
+                await asyncio.sleep(0.5)
+        await asyncio.gather(*tasks)
+    return streams
+
+
+def serve(options: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "entrypoints.serve", options.model, "--port", str(port)]
+    command += ["--served-model-name", "served", "--core-restarts", str(options.kills + 1)]
+    server = subprocess.Popen([*command, *shlex.split(options.serve)])
+    base, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    while time.monotonic() < until and server.poll() is None:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{base}/ready", timeout=2).status_code == 200:
+                return server, base
+        time.sleep(0.2)
+    raise SystemExit("the server did not start")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--serve", default="", help="more options of engine-serve, in one argument")
+    options = parser.parse_args()
+    server, base = serve(options)
+    try:
+        calm = asyncio.run(run(base, options, server, []))
+        length, random = sum(len(text) for each in calm for text in each.texts.values()), Random(options.seed)
+        places = sorted(int(length * random.uniform(0.05, 0.9)) for _ in range(options.kills))
+        found = asyncio.run(run(base, options, server, places))
+        used = re.search(r"^pageloom_kv_blocks_used(?:{[^}]*})? ([0-9.]+)$", httpx.get(f"{base}/metrics").text, re.M)
+    finally:
+        server.terminate()
+        server.wait()
+    failed = [each.failed for each in [*calm, *found] if each.failed]
+    differ = sum(each.told != other.told for each, other in zip(calm, found, strict=True))
+    counts = sum(each.generated != other.generated for each, other in zip(calm, found, strict=True))
+    print(f"{len(failed)} streams failed {failed[:3]}; {counts} with another number of tokens; {differ} that differ")
+    gaps = [max(each.longest_gap_s for each in streams) for streams in (found, calm)]
+    print(f"longest gap {gaps[0]:.1f} s, undisturbed {gaps[1]:.1f}")
+    print(f"blocks in use in the end: {used[1] if used else '?'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
