@@ -153,7 +153,6 @@ def test_settings_that_mean_nothing_are_refused(llama: tuple[Path, list[Path], l
     model, places, _ = llama
     for options, said in (
         ({"enable_lora": False}, "max_lora_rank is of adapters"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"max_lora_rank": 1000}, "max_lora_rank must be in"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras"),
     ):

@@ -87,6 +87,8 @@ async def answers(engine: AsyncEngine, kill_at: list[int]) -> dict[str, Answer]:
             await asyncio.sleep(0.001)
         client = engine._require().client
         assert isinstance(client, ReplicatedClient)
+        while not client._fleet.replicas:  # the one before has not been followed yet
+            await asyncio.sleep(0.001)
         [replica] = client._fleet.replicas
         os.kill(replica.client.pid, signal.SIGKILL)
         while replica in client._fleet.replicas:

@@ -295,8 +295,6 @@ CASES |= mixtures(SHAPE, GRANITE_NUMBERS, YARN)
 MIXTURES = (*mixtures(SHAPE, GRANITE_NUMBERS, YARN), "gemma4_mixture", "gemma4")
 STATEFUL: dict[str, Any] = hybrids(SHAPE, GRANITE_NUMBERS)
 """of layers that keep states"""
-DIVIDED = [case for case in STATEFUL if not case.startswith(("falcon_h1", "kimi"))]
-"""those that tensor-parallel ranks compute"""
 
 
 LATENT = latents(SHAPE, YARN)

@@ -10,7 +10,7 @@ from dense_attention import logits_of
 from model_parts import filled, part_of
 from test_stages import PROMPT, logits_in_stages
 from thread_group import ThreadGroup, in_ranks
-from tiny_models import CASES, DIVIDED, make_model, save
+from tiny_models import CASES, STATEFUL, make_model, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.errors import UnsupportedModelError
@@ -21,7 +21,7 @@ from engine.models.stages import Stage, check_stages, layers_of
 from engine.parallel.stage_group import Place, place_of_rank
 
 
-@pytest.mark.parametrize("case", [*CASES, "deepseek_v3", *DIVIDED])
+@pytest.mark.parametrize("case", [*CASES, "deepseek_v3", *STATEFUL])
 def test_parts_of_stages_give_the_bits_of_parts(case: str, tmp_path: Path) -> None:
     path = save(make_model(case), tmp_path)
     spec = describe(path).spec

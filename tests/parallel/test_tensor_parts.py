@@ -13,14 +13,14 @@ from model_parts import filled, part_of
 from safetensors.torch import load_file, save_file
 from thread_group import ThreadGroup, in_ranks
 from tiny_families import save_tiny
-from tiny_models import CASES, DIVIDED, STATEFUL, make_model, save
+from tiny_models import CASES, STATEFUL, make_model, save
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.errors import ConfigError, UnsupportedModelError, WeightsError
+from engine.errors import ConfigError, WeightsError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.models.mixers import MixerSpec
-from engine.models.sharding import Shard, check_divided, keys_of, queries_of, sharded
+from engine.models.sharding import Shard, keys_of, queries_of, sharded
 from engine.models.spec import MlpSpec
 from engine.weights.loader import load_weights
 from engine.weights.safetensors_source import SafetensorsSource
@@ -32,7 +32,7 @@ PROMPT = torch.randint(0, 199, (40,), generator=torch.Generator().manual_seed(7)
     ("case", "size"),
     [
         *((case, 2 + index % 2) for index, case in enumerate((*CASES, "deepseek_v2", "deepseek_v3"))),
-        *((case, 2) for case in DIVIDED),
+        *((case, 2) for case in STATEFUL),
         *(("lfm2", 3), ("qwen3_5_text", 3), ("qwen3_5_text", 4)),
     ],
 )
@@ -53,13 +53,6 @@ def test_parts_give_the_logits_and_tokens_of_the_whole(case: str, size: int, tmp
     for of_other, tokens_of_other in others:
         assert torch.equal(of_other, logits)
         assert tokens_of_other == tokens
-
-
-@pytest.mark.parametrize("case", sorted(STATEFUL.keys() - DIVIDED))
-def test_states_that_are_not_divided_are_refused(case: str, tmp_path: Path) -> None:
-    spec = describe(save(make_model(case), tmp_path)).spec
-    with pytest.raises(UnsupportedModelError, match="tensor_parallel_size: "):
-        check_divided(spec, 2)
 
 
 def test_a_checkpoint_that_repeats_its_tied_head_is_read_in_parts(tmp_path: Path) -> None:
