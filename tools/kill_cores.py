@@ -137,7 +137,7 @@ def main() -> int:
         length, random = sum(len(text) for each in calm for text in each.texts.values()), Random(options.seed)
         places = sorted(int(length * random.uniform(0.05, 0.9)) for _ in range(options.kills))
         found = asyncio.run(run(base, options, server, places))
-        used = re.search(r"^pageloom_kv_blocks_used(?:{[^}]*})? ([0-9.]+)$", httpx.get(f"{base}/metrics").text, re.M)
+        used = re.search(r"^pageloom_kv_cache_usage_ratio(?:{[^}]*})? (\S+)$", httpx.get(f"{base}/metrics").text, re.M)
     finally:
         server.terminate()
         server.wait()
@@ -147,7 +147,7 @@ def main() -> int:
     print(f"{len(failed)} streams failed {failed[:3]}; {counts} with another number of tokens; {differ} that differ")
     gaps = [max(each.longest_gap_s for each in streams) for streams in (found, calm)]
     print(f"longest gap {gaps[0]:.1f} s, undisturbed {gaps[1]:.1f}")
-    print(f"blocks in use in the end: {used[1] if used else '?'}")
+    print(f"KV cache in use in the end: {used[1] if used else '?'}")
     return int(bool(failed))
 
 

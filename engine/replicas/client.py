@@ -297,7 +297,7 @@ class ReplicatedClient:
         return None
 
     def _lost(self, replica: Replica[ProcessClient], error: CoreDiedError) -> StepOutputs:
-        wait_s = self._restarts.died(time.monotonic())
+        wait_s = self._restarts.died(time.monotonic(), replica.stats.generated_tokens > 0)
         try:
             outputs = self._fleet.lost(replica, error, wait_s is not None or bool(self._following))
         except CoreDiedError:

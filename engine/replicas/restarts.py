@@ -15,14 +15,16 @@ class Restarts:
         """`most`: deaths within `WINDOW_S` that are followed by a start."""
         self._most = most
         self._deaths: deque[float] = deque()
+        self._in_a_row = 0
 
-    def died(self, now: float) -> float | None:
+    def died(self, now: float, has_served: bool = False) -> float | None:
         """A core has died, or did not start: seconds until another one is to be started; None: there were too many.
-        The first one is followed at once, each further one after twice as long."""
+        One that has generated something is followed at once, and so is the first one that has not; each further one in
+        a row after twice as long."""
+        self._in_a_row = 0 if has_served else self._in_a_row + 1
         self._deaths.append(now)
         while self._deaths[0] < now - WINDOW_S:
             self._deaths.popleft()
-        count = len(self._deaths)
-        if count > self._most:
+        if len(self._deaths) > self._most:
             return None
-        return 0.0 if count == 1 else min(2.0 ** (count - 2), MOST_WAIT_S)
+        return 0.0 if self._in_a_row <= 1 else min(2.0 ** (self._in_a_row - 2), MOST_WAIT_S)

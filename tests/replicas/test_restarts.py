@@ -88,4 +88,5 @@ def test_an_engine_is_closed_while_a_core_starts_in_the_place_of_one_that_died()
 def test_deaths_are_followed_sooner_or_later() -> None:
     policy = Restarts(4)
     assert [policy.died(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 4.0, None]
-    assert policy.died(603.5) == 1.0, "all but one are forgotten"
+    assert policy.died(603.5) == 16.0, "all but one are forgotten, but it is the sixth in a row"
+    assert [policy.died(604.0, True), policy.died(605.0)] == [0.0, 0.0]
