@@ -57,6 +57,7 @@ LATER = [[*LONG, 9, 4], *CROWD[:4]]
 
 class Subject:
     def __init__(self, name: str, path: Path) -> None:
+        self.name = name
         family, changes = SUBJECTS.get(name) or (name, FAMILIES[name])
         save_tiny(family, path, **changes)
         self.path = path
@@ -152,7 +153,10 @@ def test_stages_in_little_memory_give_the_tokens_of_one_process(
     subject: Subject, tensor: int, stages: int, preemption: str
 ) -> None:
     settings = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "preemption": preemption}
-    found, stats, _ = subject.run(CROWD, **TIGHT, **settings)
+    tight = TIGHT
+    if subject.name == "KimiLinear" and tensor == 2:  # both parts keep all of a latent
+        tight = {**TIGHT, "kv_cache_memory": 6 << 16}
+    found, stats, _ = subject.run(CROWD, **tight, **settings)
     assert stats.preemptions > 0
     assert [tokens for tokens, _ in found] == subject.tokens(CROWD)
 
