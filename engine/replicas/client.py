@@ -50,7 +50,8 @@ class ReplicatedClient:
         self._make_client = make_client
         self._in_rounds = in_rounds(config)
         scheduler = config.scheduler
-        most_waiting = scheduler.max_waiting + scheduler.max_num_seqs if config.core_restarts else 0
+        followed = config.core_restarts > 0 and not self._in_rounds
+        most_waiting = scheduler.max_waiting + scheduler.max_num_seqs if followed else 0
         router = router or Router(config.cache.block_size, config.parallel.data > 1)
         self._fleet: Fleet[ProcessClient] = Fleet(router, self._in_rounds, most_waiting)
         self._restarts = Restarts(0 if self._in_rounds else config.core_restarts)
