@@ -30,7 +30,7 @@ from engine.observability.metrics import EngineMetrics
 from engine.observability.request_watch import RequestWatch
 from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.replicas.choice import local_client, process_client
-from engine.request import RequestOutput, RequestOutputKind, SamplingParams
+from engine.request import NOBODY, RequestOutput, RequestOutputKind, SamplingParams, Tenant
 from engine.serving import Serving, start_serving
 
 _COMPILED_POLL_S = 0.05
@@ -81,11 +81,12 @@ class AsyncEngine:
         delta: bool = False,
         final_only: bool = False,
         lora_request: LoRARequest | None = None,
+        tenant: Tenant = NOBODY,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end; without
-        either, as the parameters' `output_kind` has it. The last one is `finished`. `watch` is told of the end,
-        whatever it is.
+        either, as the parameters' `output_kind` has it. The last one is `finished`. `tenant`: whose share of the engine
+        it takes (`scheduling_policy="fair"`). `watch` is told of the end, whatever it is.
 
         A consumer that is slow gets several steps in one output. Closing or cancelling the iterator aborts the request.
         Raises `InvalidRequestError`, `QueueFullError`, `RequestFailedError`, `CoreDiedError`.
@@ -97,7 +98,13 @@ class AsyncEngine:
             if delta and final_only:
                 raise InvalidRequestError("delta and final_only exclude each other", "final_only")
             admitted = await engine.admit_async(
-                parse_prompt(prompt), sampling_params, request_id, priority, cache_salt, lora_request=lora_request
+                parse_prompt(prompt),
+                sampling_params,
+                request_id,
+                priority,
+                cache_salt,
+                lora_request=lora_request,
+                tenant=tenant,
             )
             if not delta and not final_only:
                 kind = admitted.params.output_kind
@@ -117,6 +124,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        tenant: Tenant = NOBODY,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[PoolingRequestOutput]:
         """The prompt as a vector, once. Closing or cancelling the iterator aborts the request. Raises as `generate`."""
@@ -129,7 +137,9 @@ class AsyncEngine:
             ids = await engine.token_ids(parsed, pooling_params or PoolingParams())
             salt = cache_salt if cache_salt is not None else parsed.cache_salt
             given = replace(parsed, token_ids=engine.truncated(ids, pooling_params))
-            admitted = await engine.admit_async(given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind)
+            admitted = await engine.admit_async(
+                given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind, tenant=tenant
+            )
             with engine.stream(admitted, arrival, final_only=True, watch=watch) as stream:
                 yield pooled_output(await stream.next(), pooling)
 

@@ -31,7 +31,7 @@ Quantization = Literal["none", "gguf", "stored", "int8", "int4", "fp8"]
 KVCacheDType = Literal["auto", "bf16", "int8", "fp8"]
 GraphMode = Literal["auto", "none", "piecewise", "full_decode", "both"]
 """auto: all that compile mode and attention backend allow (GPU)"""
-Policy = Literal["fcfs", "priority"]
+Policy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["auto", "recompute", "swap"]
 """auto: what is estimated to cost less"""
 
@@ -135,7 +135,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     preemption: Annotated[
         Preemption, _about("how a preempted sequence comes back; auto: what costs less here, as far as there is room")
     ] = "auto"
-    scheduling_policy: Annotated[Policy, _about("the order in which requests start")] = "fcfs"
+    scheduling_policy: Annotated[
+        Policy, _about("the order in which requests start; fair: each key gets its share (--keys), behind priorities")
+    ] = "fcfs"
     async_scheduling: Annotated[bool | None, _about("plan a step while one computes; default: on a GPU")] = None
     compile: Annotated[CompileMode, _about("torch.compile of what lies between attention")] = "pieces"
     graphs: Annotated[

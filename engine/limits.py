@@ -64,6 +64,7 @@ RANGES = {
     "logit_bias": Range(-100.0, 100.0),
     "seed": Range(-(2**63), 2**63 - 1),
     "priority": Range(-(2**63), 2**63 - 1),
+    "weight": Range(0.001, 1000.0),
     "max_tokens": Range(1, 2**31 - 1),
     "min_tokens": Range(0, 2**31 - 1),
     "logprobs": Range(0, 2**31 - 1),

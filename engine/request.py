@@ -22,6 +22,18 @@ from engine.vllm.sampling import translated
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Tenant(msgspec.Struct, frozen=True):
+    """One of those who share an engine under `scheduling_policy="fair"`."""
+
+    name: str
+    weight: float = 1.0
+    """of twice the weight, twice the share"""
+
+
+NOBODY = Tenant("")
+"""all who are not named are one"""
+
+
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """What comes before an answer that has a grammar, and is free: text between two marks, which are texts as the model
     writes them, special tokens or not. ``open`` None: the prompt has opened it. The model may leave it out unless the

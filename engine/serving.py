@@ -26,7 +26,7 @@ from engine.observability.request_watch import RequestWatch
 from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams
 from engine.replicas.client import ReplicatedClient
-from engine.request import RequestOutput, SamplingParams
+from engine.request import NOBODY, RequestOutput, SamplingParams, Tenant
 from engine.session import Session, load_tokenizer
 from engine.step import Pooling
 
@@ -161,6 +161,7 @@ class Serving(Session):
         pin: str | None = None,
         pooling: Pooling | None = None,
         lora_request: LoRARequest | None = None,
+        tenant: Tenant = NOBODY,
     ) -> AdmittedRequest:
         """Raises `InvalidRequestError`; changes nothing then."""
         name = secrets.token_hex(8) if request_id is None else check_name(request_id, "request_id", self.config.limits)
@@ -181,6 +182,7 @@ class Serving(Session):
                 self.admission.truncated(token_ids, checked),
                 checked,
                 priority=priority,
+                tenant=tenant,
                 cache_salt=salt,
                 pin=pin,
                 wait_s=self.config.limits.waiting_s,

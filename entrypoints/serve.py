@@ -30,6 +30,20 @@ def build_parser() -> argparse.ArgumentParser:
         "it, other than in --api-key-file or PAGELOOM_API_KEY",
     )
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key")
+    key.add_argument(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="many clients' keys, as hashes, each with scopes, a share, and limits of requests and tokens (TOML; "
+        "docs/keys.md); read again when it changes",
+    )
+    parser.add_argument(
+        "--usage-log",
+        type=Path,
+        metavar="FILE",
+        help="with --keys: a line of JSON for each request, of its key and its tokens; the file only grows, and may be "
+        "moved away",
+    )
     parser.add_argument(
         "--allowed-origins",
         type=_origins,
@@ -241,6 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     check_role(parser, options)
     if options.log_prompts and not options.log_requests and options.otlp_endpoint is None:
         parser.error("--log-prompts has no effect without --log-requests or --otlp-endpoint")
+    if options.usage_log is not None and options.keys is None:
+        parser.error("--usage-log has no effect without --keys")
     if options.json and not options.check:
         parser.error("--json has no effect without --check")
     for library in ("httpx", "httpx2"):  # a line for each request to a hub

@@ -35,6 +35,7 @@ def check_frame(request: AddRequest, vocab_size: int) -> None:
     if request.pin is not None and (request.beams is not None or request.followers):
         raise InvalidRequestError("a prefix is pinned by a request with one sequence", "pin")
     RANGES["priority"].check("priority", request.priority)
+    RANGES["weight"].check("weight", request.tenant.weight)
     check_token_ids("prompt", request.prompt_token_ids, vocab_size)
     _check_params(request.params, vocab_size)
     for follower in request.followers:

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.adapters.request import LoRARequest
 from engine.kv_transfer.params import KVTransferParams
-from engine.request import FinishReason
+from engine.request import NOBODY, FinishReason, Tenant
 from engine.step import RowParams, TokenLogprobs
 
 
@@ -52,7 +52,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     max_tokens: int
     """already cut to the context length"""
     priority: int = 0
-    """lower runs earlier; used by the `priority` policy"""
+    """lower runs earlier; used by the `priority` policy, and by `fair`"""
+    tenant: Tenant = NOBODY
+    """whose it is, under the `fair` policy"""
     cache_salt: str | None = None
     """prefix blocks are shared only among requests with an equal salt"""
     followers: list[Follower] = []

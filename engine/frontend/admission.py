@@ -24,7 +24,7 @@ from engine.frontend.texts import too_many_tokens
 from engine.frontend.tokenizer import Tokenizer
 from engine.kv_transfer.params import FIELD, KVTransferParams
 from engine.limits import RANGES, Limits, check_token_ids
-from engine.request import SamplingParams
+from engine.request import NOBODY, SamplingParams, Tenant
 from engine.step import Pooling, RowParams
 
 
@@ -180,6 +180,7 @@ class Admission:
         params: SamplingParams,
         *,
         priority: int = 0,
+        tenant: Tenant = NOBODY,
         cache_salt: str | None = None,
         pin: str | None = None,
         wait_s: float | None = None,
@@ -200,6 +201,7 @@ class Admission:
         self._check_prompt(prompt_token_ids, pooling is None, self._fed_ids if is_pair else self._vocab_size)
         self.check_params(params)
         self._check_place(request_id, priority, cache_salt, lora_request)
+        self._check_tenant(tenant)
         max_tokens = self._max_tokens(len(prompt_token_ids), params) if pooling is None else 1
         if bad_words is None:
             bad_words = [self._tokenizer.encode(text, add_special_tokens=False) for text in spellings(params)]
@@ -213,6 +215,7 @@ class Admission:
             params=msgspec.structs.replace(template, seed=first.seed),
             max_tokens=max_tokens,
             priority=priority,
+            tenant=tenant,
             cache_salt=cache_salt,
             followers=others,
             grammar=grammar,
@@ -243,10 +246,14 @@ class Admission:
         self._limits.check("name_chars", len(request_id), "request_id")
         self._limits.check("cache_salt_chars", len(cache_salt or ""), "cache_salt")
         RANGES["priority"].check("priority", priority)
-        if priority != 0 and self._policy != "priority":
+        if priority != 0 and self._policy == "fcfs":
             raise InvalidRequestError(
                 "priority has no effect under scheduling_policy='fcfs'; start the engine with 'priority'", "priority"
             )
+
+    def _check_tenant(self, tenant: Tenant) -> None:
+        self._limits.check("name_chars", len(tenant.name), "tenant")
+        RANGES["weight"].check("weight", tenant.weight)
 
     def _kv_transfer(self, params: SamplingParams) -> KVTransferParams | None:
         """Raises `InvalidRequestError` where this engine has no such role."""

@@ -36,6 +36,26 @@ class Admission:
             if not went_on and (self._running or not self._held.leases.give_way()):
                 return
 
+    def make_way(self) -> None:
+        """Where the policy is fair: a tenant that waits, and runs less for its weight than another one will without its
+        last sequence, does not wait until that one ends. Nobody is preempted for less: none of them comes back so."""
+        seq = self._waiting.first() if self._held.fair is not None else None
+        while seq is not None and self._running and self._lacks_room(seq):
+            last = self._held.last
+            own, other, fewer = seq.account, last.account, len(self._held.with_siblings(last))
+            assert own is not None and other is not None
+            wanted = (own.rows + _rows_of(seq)) / own.weight
+            if own is other or last.key[0] < seq.key[0] or (other.rows - fewer) / other.weight < wanted:
+                return
+            self._held.preempt(last, {})
+            seq = self._waiting.first()
+
+    def _lacks_room(self, seq: Sequence) -> bool:
+        """It would start, but for those that run."""
+        if seq.in_flight or any(follower.in_flight for follower in seq.followers):
+            return False
+        return len(self._rows.free) < _rows_of(seq) or self._is_blocked(seq, self._held.room)
+
     def for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
         """What is left of the step, but for what those that may start and are as urgent will take of its other half."""
         budget, first = draft.budget, self.next()
@@ -56,7 +76,7 @@ class Admission:
         # A preempted sequence whose token is in flight does not know all of its tokens yet.
         if seq is None or not num_free or seq.in_flight or any(follower.in_flight for follower in seq.followers):
             return None
-        return seq if seq.group is None or num_free >= len(seq.group.members) else None
+        return seq if num_free >= _rows_of(seq) else None
 
     def _is_blocked(self, seq: Sequence, room: int) -> bool:
         """It did not fit, and there is not more room than then. Looking up a long prompt costs its length."""
@@ -138,6 +158,8 @@ class Admission:
         if seq.cached_tokens is None:
             seq.cached_tokens, seq.started_at = hit.num_tokens, time.monotonic()
             self.prompt_tokens += seq.prompt_len
+            if self._held.fair is not None:
+                self._held.fair.started(seq, len(seq.tokens) - hit.num_tokens)
         self._rows.enter(seq, hit.num_tokens)
         if seq.group is not None:
             self._rows.reserve(seq.group)
@@ -150,3 +172,8 @@ class Admission:
         draft.start_row(seq)
         self._held.make_findable(seq)
         self._placement.place(draft, seq, query_len, NO_GROWTH)
+
+
+def _rows_of(seq: Sequence) -> int:
+    """That it needs to start."""
+    return 1 if seq.group is None else len(seq.group.members)

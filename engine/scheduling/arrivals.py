@@ -99,10 +99,12 @@ class Arrivals:
             self._constrained.queue(samples, start)
 
     def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
-        key = (request.priority if self._config.policy == "priority" else 0, self._number)
+        key = (0 if self._config.policy == "fcfs" else request.priority, self._number)
         blocks = self._held.kv.open(request.cache_salt, request.adapter_key)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
         seq.adapter = request.lora_request
+        if self._held.fair is not None:
+            self._held.fair.join(seq, request.tenant)
         self._number += 1
         return seq
 

@@ -12,6 +12,7 @@ from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth
 from engine.kv_cache.swapping import swap_in
 from engine.scheduling.adapted import Adapted
 from engine.scheduling.failures import Failures
+from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.preemption import PreemptionCosts, try_swap_out
 from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence, Status
@@ -21,7 +22,13 @@ from engine.scheduling.waiting_queue import WaitingQueue
 
 class Holdings:
     def __init__(
-        self, kv: KVCache, rows: RunningRows, costs: PreemptionCosts, leases: Leases, adapted: Adapted
+        self,
+        kv: KVCache,
+        rows: RunningRows,
+        costs: PreemptionCosts,
+        leases: Leases,
+        adapted: Adapted,
+        fair: FairQueue | None = None,
     ) -> None:
         self.kv = kv
         self._adapted = adapted
@@ -31,7 +38,9 @@ class Holdings:
         self.failures = Failures()
         self.rows = rows
         self.running = self.rows.sequences
-        self.waiting = WaitingQueue()
+        self.fair = fair
+        """the queue, where the policy is fair"""
+        self.waiting = WaitingQueue() if fair is None else fair
         self.following = 0
         """sequences that wait for another one to compute what they have in common"""
         self.live: dict[str, Sequence] = {}
@@ -63,13 +72,26 @@ class Holdings:
         self.waiting.push(leader)
 
     def preempt_latest(self, growths: Mapping[Sequence, tuple[int, Growth]]) -> list[Sequence]:
-        """The sequence that came last, with its siblings, or alone where only they run: all of its blocks or none. Back
-        to its place in the queue; what it generated becomes part of what it prefills, unless its blocks are swapped.
-        `growths`: what was appended for the step that is being planned."""
-        latest = self.running[-1]
+        """The sequence that came last, of the tenant that runs most for its weight. `growths`: what was appended for
+        the step that is being planned."""
+        return self.preempt(self.last, growths)
+
+    @property
+    def last(self) -> Sequence:
+        """Of those that run, who is preempted first."""
+        if self.fair is None:
+            return self.running[-1]
+        return max(self.running, key=lambda seq: (seq.key[0], seq.account.share if seq.account else 0.0, seq.key[1]))
+
+    def with_siblings(self, latest: Sequence) -> list[Sequence]:
+        """Those that are preempted with it."""
         victims = [seq for seq in latest.siblings if seq.status is Status.RUNNING]
-        if len(victims) == len(self.running) and latest.group is None:
-            victims = [latest]
+        return [latest] if len(victims) == len(self.running) and latest.group is None else victims
+
+    def preempt(self, latest: Sequence, growths: Mapping[Sequence, tuple[int, Growth]]) -> list[Sequence]:
+        """With its siblings, or alone where only they run: all of its blocks or none. Back to its place in the queue;
+        what it generated becomes part of what it prefills, unless its blocks are swapped. `growths`: as above."""
+        victims = self.with_siblings(latest)
         for seq in victims:
             self.rows.drop_drafts(seq)  # and what the step was to compute
             with self.failures.isolate(seq):
@@ -197,9 +219,11 @@ class Holdings:
                 self.kv.states.settle(seq.blocks)
                 self.make_findable(seq)
         elif before is Status.WAITING:
-            self.waiting.discard()
+            self.waiting.discard(seq)
         elif seq.leader is not None:
             self.following -= 1
             seq.leader.followers.remove(seq)
             seq.leader = None
+        if self.fair is not None:
+            self.fair.leave(seq)
         self.kv.free(seq.blocks)  # on the host, if anywhere

@@ -79,6 +79,8 @@ class RunningRows:
         """The sequence runs, on a row of its group's or any free one."""
         reserved = seq.group.spare_rows if seq.group is not None else []
         row = seq.row = reserved.pop() if reserved else self.free.pop()
+        if seq.account is not None:
+            seq.account.rows += 1
         seq.status, seq.new_row = Status.RUNNING, True
         self._num_entries += 1
         self.entries[row] = self._num_entries
@@ -111,6 +113,8 @@ class RunningRows:
                 del self.stop_tokens[token]
         del self.sequences[bisect_left(self.sequences, seq.key, key=_key)]
         (self.free if seq.group is None else seq.group.spare_rows).append(row)
+        if seq.account is not None:
+            seq.account.rows -= 1
         if not seq.new_row:
             self._released.append(row)
         seq.row, seq.new_row = -1, False

@@ -26,6 +26,7 @@ from engine.scheduling.adapted import Adapted
 from engine.scheduling.admission import Admission
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
+from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.figures import core_stats
 from engine.scheduling.holdings import Holdings
@@ -67,7 +68,8 @@ class Scheduler:
         self._steps = StepsInFlight()
         self._adapted = Adapted(self._steps, adapters)
         preemption = PreemptionCosts(config.preemption, swap_block_s, self._costs)
-        self._held = Holdings(kv, rows, preemption, self._leases, self._adapted)
+        fair = FairQueue() if config.policy == "fair" else None
+        self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._outcomes = Outcomes(self._held, self._speculation)
         self._live, self._waiting = self._held.live, self._held.waiting
@@ -168,6 +170,7 @@ class Scheduler:
     def _draft(self) -> tuple[StepDraft, bool]:
         """A step, and whether anybody was preempted for it."""
         budget = self._config.max_num_batched_tokens
+        self._admission.make_way()
         self._speculation.choose(budget, len(self._waiting) > 0)
         plain, others = self._rows.split(budget)
         draft = StepDraft(budget, self._rows, plain)
@@ -263,6 +266,8 @@ class Scheduler:
         self._adapted.go_on()
         if seconds:
             self._costs.observe(step.rows, sum(result.drafted), seconds)
+        if self._held.fair is not None:
+            self._held.fair.sampled(step, result.counts)
         return [*self._outcomes.of(step, result), *self.end_failed()]
 
     # -- state -------------------------------------------------------------------------------------------------------

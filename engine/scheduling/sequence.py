@@ -13,6 +13,7 @@ from engine.step import RowParams, TokenLogprobs
 if TYPE_CHECKING:
     from engine.adapters.request import LoRARequest
     from engine.grammars.interface import Matcher
+    from engine.scheduling.accounts import Account
     from engine.scheduling.beam_group import BeamGroup
 
 
@@ -67,6 +68,8 @@ class Sequence:
     """its prompt is computed for another engine, which reads its blocks when it has ended"""
     landed: list[int] = field(default_factory=list)
     """blocks of the host tier that are held for it until it starts"""
+    account: Account | None = None
+    """whose it is, where the policy is fair, until it has ended"""
     adapter: LoRARequest | None = None
     slot: int = -1
     """the adapter's, from before the sequence waits for a row until it has ended"""

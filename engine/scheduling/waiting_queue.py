@@ -37,8 +37,8 @@ class WaitingQueue:
         heapq.heappop(self._heap)
         self._waiting -= 1
 
-    def discard(self) -> None:
-        """One sequence in the queue has just stopped waiting (its status says so)."""
+    def discard(self, seq: Sequence) -> None:
+        """It was in the queue and has just stopped waiting (its status says so)."""
         self._waiting -= 1
         if len(self._heap) > 2 * self._waiting + 16:
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]

@@ -40,9 +40,10 @@ def check_role(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
             parser.error(f"--role router needs {' and '.join(missing)}, too")
         if options.model is not None:
             parser.error("--role router serves no model of its own: leave it out")
-        if options.api_key is not None or options.api_key_file is not None:
+        if options.api_key is not None or options.api_key_file is not None or options.keys is not None:
             parser.error(
-                "--api-key has no effect with --role router: give it to the servers, which are told clients' keys"
+                "--api-key and --keys have no effect with --role router: give them to the servers, which are told "
+                "clients' keys"
             )
         return
     if options.prefill or options.decode:

@@ -1,8 +1,7 @@
-"""The API key: where it comes from, and who is let in."""
+"""Keys: where they come from, and who is let in."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
 from pathlib import Path
@@ -11,7 +10,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
 from entrypoints.server.error_shape import error_body
-from entrypoints.server.errors import error_response
+from entrypoints.server.errors import describe, error_response
+from entrypoints.server.keys import CLIENT, Client, Keyring
+from entrypoints.server.load import COUNTED
+from entrypoints.server.quotas import RateLimitedError
+from entrypoints.server.request_ids import add_header, request_id_of
+from entrypoints.server.scopes import scope_of
 
 VARIABLE = "PAGELOOM_API_KEY"
 OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
@@ -22,28 +26,74 @@ logger = logging.getLogger("pageloom.server")
 
 
 class ApiKeyGuard:
-    """Refuses requests without `Authorization: Bearer KEY` or `x-api-key: KEY`, which is Anthropic's; plain ASGI, so
-    that routes still see disconnects."""
+    """Refuses requests without `Authorization: Bearer KEY` or `x-api-key: KEY`, which is Anthropic's, those with a key
+    that is not for their route, and those beyond its quotas; plain ASGI, so that routes still see disconnects."""
 
-    def __init__(self, app: ASGIApp, key: str, unguarded: frozenset[str] = frozenset()) -> None:
-        """`unguarded`: further paths that nobody needs the key for, each as it is written."""
-        self._app, self._key, self._open = app, key.encode(), OPEN_PATHS | unguarded
+    def __init__(self, app: ASGIApp, keyring: Keyring, unguarded: frozenset[str] = frozenset()) -> None:
+        """`unguarded`: further paths that nobody needs a key for, each as it is written."""
+        self._app, self._keyring, self._open = app, keyring, OPEN_PATHS | unguarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] in ("http", "websocket") and scope["path"] not in self._open
-        if guarded and not self._admits(scope):
+        if scope["type"] not in ("http", "websocket") or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        client = self._client(scope)
+        if client is None:
             body = error_body("missing or wrong API key", "authentication_error", None, "invalid_api_key")
             await error_response(scope, 401, body, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        needed = scope_of(scope["path"])
+        if needed is not None and needed not in client.scopes:
+            body = error_body(f"this key lacks the scope {needed!r}", "permission_error", None, "insufficient_scope")
+            await error_response(scope, 403, body)(scope, receive, send)
+            return
+        token = CLIENT.set(client)
+        try:
+            await self._admitted(client, scope, receive, send)
+        finally:
+            CLIENT.reset(token)
 
-    def _admits(self, scope: Scope) -> bool:
-        """One of the two will do; a header that is there twice does not count."""
+    async def _admitted(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
+        """Turns of a WebSocket are counted by who takes them."""
+        if scope["type"] != "http" or scope["path"] not in COUNTED:
+            await self._app(scope, receive, send)
+            return
+        try:
+            with client.one():
+                _show(client, scope)
+                await self._app(scope, receive, send)
+        except RateLimitedError as error:  # nothing but `one` raises it
+            _show(client, scope)
+            status, body, headers = describe(error, request_id_of(scope))
+            await error_response(scope, status, body, headers)(scope, receive, send)
+
+    def _client(self, scope: Scope) -> Client | None:
+        """One of the two headers will do; one that is there twice does not count."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         own = [value for name, value in scope["headers"] if name == b"x-api-key"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        bears = scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
-        return bears or (len(own) == 1 and hmac.compare_digest(own[0].strip(), self._key))
+        bearer = self._keyring.find(key.strip()) if scheme.lower() == b"bearer" else None
+        if bearer is not None or len(own) != 1:
+            return bearer
+        return self._keyring.find(own[0].strip())
+
+
+def _show(client: Client, scope: Scope) -> None:
+    """Its quotas, under OpenAI's names."""
+    for name, shown in client.quotas.shown().items():
+        add_header(scope, f"x-ratelimit-limit-{name}", str(shown.limit))
+        add_header(scope, f"x-ratelimit-remaining-{name}", str(shown.remaining))
+        add_header(scope, f"x-ratelimit-reset-{name}", f"{shown.reset_s:.3f}s")
+
+
+def take_keys(key: str | None, key_file: Path | None, keys: Path | None) -> Keyring | None:
+    """None: nobody needs a key. Raises `ConfigError`."""
+    one = take_api_key(key, key_file)
+    if keys is not None:
+        if one is not None:
+            raise ConfigError(f"--keys has the keys of all clients: unset {VARIABLE}")
+        return Keyring(file=keys)
+    return None if one is None else Keyring(key=one)
 
 
 def take_api_key(given: str | None, file: Path | None) -> str | None:

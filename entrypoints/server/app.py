@@ -31,6 +31,8 @@ from entrypoints.server.bodies import Bodies, bounded_route
 from entrypoints.server.chat import create_chat_completion
 from entrypoints.server.completions import create_completion
 from entrypoints.server.context import IGNORED, ServerContext, ServerSettings
+from entrypoints.server.key_usage import KeyCollector
+from entrypoints.server.keys import Keyring
 from entrypoints.server.load import CountsLoad, Load
 from entrypoints.server.ollama_api import routes as ollama_api
 from entrypoints.server.openapi import add_document
@@ -55,7 +57,7 @@ class Application(FastAPI):
 def create_app(
     engine: AsyncEngine,
     served_name: str,
-    api_key: str | None = None,
+    keyring: Keyring | None = None,
     allowed_origins: Sequence[str] = (),
     settings: ServerSettings = ServerSettings(),  # noqa: B008 (it is frozen)
 ) -> FastAPI:
@@ -106,9 +108,11 @@ def create_app(
     operation.add_routes(app, context, load)
     scaling.add_routes(app, context)
     open_files = page.add_routes(app, context)
-    add_document(app, keyed=api_key is not None)
+    add_document(app, keyed=keyring is not None)
     guards = [Middleware(OriginGuard, allowed=allowed_origins)]
-    guards += [] if api_key is None else [Middleware(ApiKeyGuard, key=api_key, unguarded=open_files)]
+    if keyring is not None:
+        engine.metrics.registry.register(KeyCollector(keyring, served_name))
+    guards += [] if keyring is None else [Middleware(ApiKeyGuard, keyring=keyring, unguarded=open_files)]
     told = [Middleware(LogsRefusals)] if settings.log_requests else []
     _add_middleware(app, [Middleware(CountsLoad, load=load), *guards, *told], allowed_origins)
     return app

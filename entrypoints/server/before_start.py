@@ -7,19 +7,20 @@ import ssl
 
 from engine.dialects.resolve import dialect_of
 from engine.errors import ConfigError
-from entrypoints.server.api_key import take_api_key
+from entrypoints.server.api_key import take_keys
+from entrypoints.server.keys import Keyring
 from entrypoints.server.tracing import check_tracing
 
 
-def check_options(options: argparse.Namespace) -> str | None:
-    """Returns the API key. Raises `ConfigError`."""
+def check_options(options: argparse.Namespace) -> Keyring | None:
+    """Returns the keys. Raises `ConfigError`."""
     check_speech(options)
     if options.otlp_endpoint is not None:
         check_tracing(options.otlp_endpoint)
     if options.pinned_prefixes is not None and not options.pinned_prefixes.is_file():
         raise ConfigError(f"--pinned-prefixes: there is no file {options.pinned_prefixes}")
     _check_certificate(options)
-    return take_api_key(options.api_key, options.api_key_file)
+    return take_keys(options.api_key, options.api_key_file, options.keys)
 
 
 def check_speech(options: argparse.Namespace) -> None:

@@ -21,10 +21,12 @@ from engine.errors import ConfigError, InvalidRequestError
 from engine.frontend.admission import PairPrompt
 from engine.frontend.fill_in import FillIn, fill_in_of, no_fill_in
 from engine.pooling import PoolingParams, PoolingRequestOutput
-from engine.request import RequestOutput
+from engine.request import NOBODY, RequestOutput, Tenant
 from entrypoints.server.adapters import Adapters, LoRAModule
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
+from entrypoints.server.key_usage import UsageLog
+from entrypoints.server.keys import CLIENT
 from entrypoints.server.observers import Observers
 from entrypoints.server.request_ids import add_header, request_id_of
 from entrypoints.server.request_log import RequestLog
@@ -64,6 +66,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_log_len: int = 2000
     otlp_endpoint: str | None = None
     """where a span for each request is sent"""
+    usage_log: Path | None = None
+    """file of what each client's requests have used"""
 
 
 class Queued(Protocol):
@@ -110,8 +114,9 @@ class ServerContext:
         """for requests that leave it out"""
         texts = settings.max_log_len if settings.log_prompts else None
         self._tracing = None if settings.otlp_endpoint is None else Tracing(settings.otlp_endpoint, texts)
-        told = [RequestLog(texts)] if settings.log_requests else []
-        self._observers = Observers([*told, *([self._tracing] if self._tracing is not None else [])], served_name)
+        self._usage = None if settings.usage_log is None else UsageLog(settings.usage_log)
+        told = [RequestLog(texts) if settings.log_requests else None, self._tracing, self._usage]
+        self._observers = Observers([each for each in told if each is not None], served_name)
 
     @property
     def fills_in(self) -> bool:
@@ -154,12 +159,14 @@ class ServerContext:
     ) -> Outputs:
         if body.model is not None and self.adapters.has_left(body.model):  # since it was first looked at
             raise HTTPException(404, model_not_found(body.model, self.served_name))
+        salt, tenant = self._share(body)
         stream: AsyncIterator[RequestOutput] = self.engine.generate(
             prompt,
             params,
             request_id,
             priority=body.priority,
-            cache_salt=body.cache_salt,
+            cache_salt=salt,
+            tenant=tenant,
             delta=delta,
             final_only=not delta,
             lora_request=self.adapters.get(body.model),
@@ -171,19 +178,31 @@ class ServerContext:
     def encode(
         self, prompt: EnginePrompt, params: PoolingParams, body: Queued, request_id: str
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        salt, tenant = self._share(body)
         stream: AsyncIterator[PoolingRequestOutput] = self.engine.encode(
             prompt,
             params,
             request_id,
             priority=body.priority,
-            cache_salt=body.cache_salt,
+            cache_salt=salt,
+            tenant=tenant,
             watch=self._observers.watch(request_id, params, body, streams=False),
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
         return stream
 
+    def _share(self, body: Queued) -> tuple[str | None, Tenant]:
+        """The salt of its prefixes, and whose share of the engine it takes."""
+        client = CLIENT.get()
+        if client is None:
+            return body.cache_salt, NOBODY
+        self.engine.config.limits.check("cache_salt_chars", len(body.cache_salt or ""), "cache_salt")
+        return client.cache_salt(body.cache_salt), client.tenant
+
     async def close(self) -> None:
         """Behind the last request."""
+        if self._usage is not None:
+            self._usage.close()
         if self._tracing is not None:
             await self._tracing.close()
 

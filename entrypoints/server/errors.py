@@ -4,6 +4,7 @@ that are Anthropic's (`messages_errors`) or Ollama's (`ollama_api.errors`)."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from entrypoints.server.error_shape import ErrorBody, error_body
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
 from entrypoints.server.not_served import why_not_served
 from entrypoints.server.ollama_api.errors import in_ollamas_words, is_ollamas
+from entrypoints.server.quotas import RateLimitedError
 from entrypoints.server.request_ids import request_id_of
 
 logger = logging.getLogger("pageloom.server")
@@ -40,6 +42,9 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(max(1, round(error.retry_after_s)))}
         return 503, error_body(str(error), "server_overloaded", None, "queue_full"), headers
+    if isinstance(error, RateLimitedError):
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return 429, error_body(str(error), error.quota, None, "rate_limit_exceeded"), headers
     if isinstance(error, (ServerEndsError, ShutDownError)):
         message = "the server is shutting down; send the request again"
         return 503, error_body(message, "server_error", None, "shutting_down"), {"Retry-After": "1"}

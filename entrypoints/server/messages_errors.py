@@ -12,8 +12,10 @@ OVERLOADED = 529
 """what Anthropic says where others say 503: clients wait, and send it again"""
 _KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     OVERLOADED: "overloaded_error",
 }
 

@@ -13,6 +13,7 @@ from engine.observability.request_watch import RequestWatch
 from engine.pooling import PoolingParams
 from engine.request import SamplingParams
 from entrypoints.server.caller import CALLER, Caller
+from entrypoints.server.keys import CLIENT, Client
 
 logger = logging.getLogger("pageloom.server")
 
@@ -31,6 +32,8 @@ class Ended:
     streams: bool
     seen: RequestWatch
     error: BaseException | None
+    client: Client | None = None
+    """whose key it came with"""
 
     @property
     def operation(self) -> str:
@@ -74,14 +77,17 @@ class Observers:
         self, response_id: str, params: SamplingParams | PoolingParams, body: Any, *, streams: bool
     ) -> RequestWatch | None:
         """To be called in the task that serves the request. None: nobody wants to know."""
-        if not self._tell:
+        client = CLIENT.get()
+        if not self._tell and client is None:
             return None
         caller, model = CALLER.get(), getattr(body, "model", None)
         if caller is not None:
             caller.watched.add(response_id)
 
         def ended(seen: RequestWatch, error: BaseException | None) -> None:
-            request = Ended(response_id, caller, model, self._served_name, params, streams, seen, error)
+            if client is not None and (timings := seen.timings) is not None:
+                client.use(timings.prompt_tokens, timings.cached_tokens, timings.generated_tokens)
+            request = Ended(response_id, caller, model, self._served_name, params, streams, seen, error, client)
             for tell in self._tell:
                 try:
                     tell(request)

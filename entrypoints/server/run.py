@@ -33,6 +33,7 @@ from entrypoints.server.before_start import check_options
 from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.context import ServerSettings
 from entrypoints.server.ending import LAST_ERRORS_S, EndingServer, signals_are_uvicorns, url_of
+from entrypoints.server.keys import Keyring
 from entrypoints.server.prefixes import pin_file
 
 logger = logging.getLogger("pageloom.server")
@@ -69,11 +70,26 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
 class Server(EndingServer):
     """Around one started engine."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, engine: AsyncEngine, grace_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, app: FastAPI, engine: AsyncEngine, grace_s: float, keyring: Keyring | None
+    ) -> None:
         super().__init__(config, grace_s)
+        self._keyring = keyring
         self._app = app
         self._engine = engine
         self.death: CoreDiedError | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        keyring = self._keyring
+        if keyring is None or not keyring.is_read_again or threading.current_thread() is not threading.main_thread():
+            await super().serve(sockets)
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, lambda: keyring.look_again(time.monotonic(), anyway=True))
+        try:
+            await super().serve(sockets)
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -99,7 +115,9 @@ class Server(EndingServer):
         return self._engine.num_streams
 
     async def on_tick(self, counter: int) -> bool:
-        """Looks after signals, the core and the date in the headers; true ends the server."""
+        """Looks after signals, the core, the keys and the date in the headers; true ends the server."""
+        if self._keyring is not None:
+            self._keyring.look_again(time.monotonic())
         try:
             self._engine.check_health()
         except CoreDiedError as error:
@@ -123,21 +141,21 @@ class Server(EndingServer):
 
 async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: argparse.Namespace) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
-    status. Of `options` it reads api_key, api_key_file, allowed_origins, root_path, ssl_certfile, ssl_keyfile,
+    status. Of `options` it reads api_key, api_key_file, keys, allowed_origins, root_path, ssl_certfile, ssl_keyfile,
     shutdown_timeout, pinned_prefixes, log_level and the fields of `ServerSettings`."""
     signals: list[int] = []
     try:
-        api_key = check_options(options)
+        keyring = check_options(options)
         with signals_abandon(engine, signals):
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
         settings = ServerSettings(**{name: getattr(options, name) for name in ServerSettings.__struct_fields__})
-        app = create_app(engine, engine.served_name, api_key, options.allowed_origins, settings)
+        app = create_app(engine, engine.served_name, keyring, options.allowed_origins, settings)
         for module in settings.lora_modules:
             await app.state.adapters.load(module)
         app.root_path = options.root_path.rstrip("/")
-        server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout)
+        server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout, keyring)
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two tokens need not walk through it
         with signals_are_uvicorns():

@@ -30,6 +30,7 @@ from engine.frontend.tokenizer import Tokenizer as EngineTokenizer
 from engine.limits import Limits
 from engine.step import TokenLogprobs
 from entrypoints.server.app import create_app
+from entrypoints.server.keys import Keyring
 
 CONTEXT = 256
 BOS, EOS = 0, 1
@@ -246,6 +247,8 @@ class Server:
         settings = {} if limits is None else {"limits": limits}
         args = EngineArgs(model=str(model), served_model_name="tiny", device="cpu", compile="none", **settings)
         self.engine = AsyncEngine(args, client_factory=lambda config: self.core)
+        if (key := app_options.pop("api_key", None)) is not None:
+            app_options["keyring"] = Keyring(key=key)
         self._app_options = app_options
         self.answer = ANSWER
 

@@ -54,7 +54,7 @@ async def leave_after(server: Server, path: str, body: bytes, first_chunk: bool,
     return sent
 
 
-@pytest.mark.parametrize("options", [{}, {"api_key": None, "allowed_origins": ["*"]}])
+@pytest.mark.parametrize("options", [{}, {"keyring": None, "allowed_origins": ["*"]}])
 @pytest.mark.parametrize("stall_at", [0, 2])
 @pytest.mark.parametrize(
     ("path", "fields", "sequences"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import signal
@@ -78,6 +79,30 @@ def test_a_signal_ends_running_requests_with_an_error_and_the_process_with_0(
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert server.wait(timeout=60) == 0, log
         assert not any("Traceback" in line for line in log), log
+
+
+def test_sighup_reads_the_keys_again_and_a_change_is_seen_without_it(tiny_server_model: Path, tmp_path: Path) -> None:
+    def write(*names: str) -> None:
+        (tmp_path / "new").write_text(
+            "".join(
+                f'[[keys]]\nname = "{name}"\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n' for name in names
+            )
+        )
+        (tmp_path / "new").rename(tmp_path / "keys.toml")
+
+    def status(key: str) -> int:
+        return httpx.get(f"{base}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+    write("one")
+    with process(tiny_server_model, f"--keys={tmp_path / 'keys.toml'}") as (server, base, log):
+        assert (status("one"), status("two")) == (200, 401)
+        server.send_signal(signal.SIGHUP)
+        wait_for_line(log, "1 keys were read")
+        write("one", "two")
+        wait_for_line(log, "2 keys were read")
+        assert (status("one"), status("two")) == (200, 200)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
 
 
 def test_running_requests_go_on_after_sigterm_and_the_server_ends_with_the_last(tiny_server_model: Path) -> None:

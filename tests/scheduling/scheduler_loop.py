@@ -15,6 +15,7 @@ from engine.kv_cache.kv_cache import KVCache
 from engine.kv_transfer.interface import Connector
 from engine.kv_transfer.params import KVTransferParams
 from engine.layer_groups import Window
+from engine.request import NOBODY, Tenant
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.speculation_config import SpeculationConfig
@@ -109,6 +110,7 @@ class Loop:
         pooling: Pooling | None = None,
         kv_transfer: KVTransferParams | None = None,
         adapter_number: int = 0,
+        tenant: Tenant = NOBODY,
     ) -> None:
         """`alike`: all samples draw the same tokens; else each its own."""
         params = RowParams(
@@ -132,6 +134,7 @@ class Loop:
             grammar=grammar,
             kv_transfer=kv_transfer,
             lora_request=adapter(adapter_number),
+            tenant=tenant,
         )
         self.scheduler.add(request)
         self.requests[request_id] = request
@@ -226,5 +229,8 @@ class Loop:
         assert not scheduler._live and not scheduler._steps and scheduler.stats().waiting == 0
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}
         assert not scheduler._adapted._slots.users and not len(scheduler._adapted)
+        if (fair := scheduler._held.fair) is not None:
+            assert not fair._queues and not len(fair) and fair.first() is None and not fair._order
+            assert all(account.live == account.rows == 0 for account in fair._accounts.values())
         still_on_device = set(self.executor.rows)
         assert still_on_device == set(scheduler._rows._released), "the device would keep a row that nobody owns"

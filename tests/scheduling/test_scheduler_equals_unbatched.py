@@ -17,6 +17,7 @@ from toy_model import POISON, generate, search
 from engine.core.wire import BeamParams
 from engine.frontend.pooled_prompt import PooledPrompt
 from engine.layer_groups import State, Window, most_blocks
+from engine.request import Tenant
 from engine.step import Pooling
 
 
@@ -37,6 +38,7 @@ class Job:
     grammar: str | None
     pooling: Pooling | None
     adapter: int
+    tenant: Tenant
 
 
 _GRAMMARS = st.tuples(st.sampled_from("abc"), st.sampled_from([0, 1, 4, 9]), st.sampled_from([0, 0, 1, 5])).map(
@@ -70,6 +72,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
                 grammar=draw(st.none() | st.none() | _GRAMMARS),
                 pooling=draw(st.sampled_from([*([None] * 9), "last", "mean", "all"])),
                 adapter=draw(st.sampled_from([0, 0, 0, 1, 2, 3, BROKEN])),
+                tenant=Tenant(draw(st.sampled_from("abc")), draw(st.sampled_from([0.5, 1.0, 4.0]))),
             )
         )
     return out
@@ -104,7 +107,7 @@ def loops(draw: st.DrawFn) -> Loop:
         exact=draw(st.sampled_from([False, False, True])),
         stages=(stages, draw(st.sampled_from([1, 8, 100]))),
         max_model_len=draw(st.integers(23, 27)),
-        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        policy=draw(st.sampled_from(["fcfs", "priority", "fair", "fair"])),
         caching=draw(st.booleans()),
         mixed=draw(st.none() | st.integers(1, 24)),
         adapters=(draw(st.integers(1, 3)), draw(st.sampled_from([0, 1, 3]))),
@@ -201,6 +204,7 @@ def _serve(loop: Loop, work: list[Job]) -> None:
                     grammar=_grammar(loop, job),
                     pooling=job.pooling,
                     adapter_number=job.adapter,
+                    tenant=job.tenant,
                 )
             if job.aborted_after is not None and job.arrives + job.aborted_after == turn:
                 loop.abort([_name(index, 0), _name(index, 3), "unknown"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 from json import JSONDecodeError
 from typing import Any
@@ -23,6 +23,7 @@ from entrypoints.server.caller import CALLER, Caller
 from entrypoints.server.context import ServerContext
 from entrypoints.server.error_shape import ErrorBody, error_body
 from entrypoints.server.errors import describe, error_response, validation_body
+from entrypoints.server.keys import CLIENT
 from entrypoints.server.load import Load
 from entrypoints.server.request_ids import new_request_id
 from entrypoints.server.responses_api.builder import Event
@@ -203,7 +204,8 @@ class Session:
         CALLER.set(Caller(name, PATH, self._socket.scope["headers"], set()))
         encode = partial(_message, lane)
         try:
-            with self._sockets.load.one():
+            client = CLIENT.get()
+            with self._sockets.load.one(), nullcontext() if client is None else client.one():
                 await self._serve(given, name, encode)
         except _GONE:
             raise

@@ -13,6 +13,7 @@ import msgspec
 
 from engine.errors import ConfigError
 from entrypoints.server.bodies import values_in
+from entrypoints.server.keys import client_name
 from entrypoints.server.responses_api.fields import ResponseObject
 
 _LAYOUT = 1
@@ -50,8 +51,9 @@ class Turn(NamedTuple):
 
 
 class ResponseStore:
-    """Methods may be called from any thread. What has not been used for longest goes first. What a response shows is
-    stored apart from its items: whoever goes on from it reads only these."""
+    """Methods may be called from any thread of the task that serves a request: nobody finds what another key's holder
+    has stored (`--keys`). What has not been used for longest goes first. What a response shows is stored apart from its
+    items: whoever goes on from it reads only these."""
 
     def __init__(self, file: Path | None, most_bytes: int, seconds: float) -> None:
         """None: in memory. Raises `ConfigError`."""
@@ -86,17 +88,17 @@ class ResponseStore:
     def put(self, stored: Stored) -> None:
         """New, or in place of itself."""
         response = stored.response
-        shown = msgspec.json.encode(response)
+        name, shown = _own(response.id), msgspec.json.encode(response)
         items = [*stored.input, *map(_without_logprobs, response.output)]
         bodies = [msgspec.json.encode(item) for item in items]
         size = len(shown) + sum(map(len, bodies))
         rows = [
-            (response.id, place, place < len(stored.input), _id_of(item), len(body), values_in(body), body)
+            (name, place, place < len(stored.input), _id_of(item), len(body), values_in(body), body)
             for place, (item, body) in enumerate(zip(items, bodies, strict=True))
         ]
         with self._lock:
-            self._delete([response.id])
-            row = (response.id, response.previous_response_id, time.time(), size, shown)
+            self._delete([name])
+            row = (name, response.previous_response_id, time.time(), size, shown)
             with self._database:
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
                 self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
@@ -107,10 +109,11 @@ class ResponseStore:
         """The response, as JSON."""
         with self._lock:
             self._evict()
-            found = self._database.execute("SELECT shown FROM responses WHERE id = ?", (name,)).fetchone()
+            found = self._database.execute("SELECT shown FROM responses WHERE id = ?", (_own(name),)).fetchone()
         return None if found is None else found[0]
 
     def input(self, name: str) -> list[Item] | None:
+        name = _own(name)
         with self._lock:
             self._evict()
             if self._database.execute("SELECT 1 FROM responses WHERE id = ?", (name,)).fetchone() is None:
@@ -120,13 +123,13 @@ class ResponseStore:
 
     def delete(self, name: str) -> bool:
         with self._lock:
-            return bool(self._delete([name]))
+            return bool(self._delete([_own(name)]))
 
     def item(self, name: str, take: Take) -> Item | None:
         """The first that was stored under its id: who brings another cannot take its place."""
         with self._lock:
             found = self._database.execute(
-                "SELECT size, marks, body FROM items WHERE id = ? ORDER BY rowid LIMIT 1", (name,)
+                "SELECT size, marks, body FROM items WHERE id = ? ORDER BY rowid LIMIT 1", (_own(name),)
             ).fetchone()
         if found is None:
             return None
@@ -136,6 +139,7 @@ class ResponseStore:
 
     def turn(self, name: str, take: Take) -> Turn | None:
         """It counts as used."""
+        name = _own(name)
         with self._lock:
             self._evict()
             found = self._database.execute("SELECT previous FROM responses WHERE id = ?", (name,)).fetchone()
@@ -216,7 +220,13 @@ Responses = ResponseStore | PassingResponses
 
 def _id_of(item: Item) -> str | None:
     name = item.get("id")
-    return name if isinstance(name, str) else None
+    return _own(name) if isinstance(name, str) else None
+
+
+def _own(name: str) -> str:
+    """The name of what is stored, among those of all clients."""
+    client = client_name()
+    return f"{client}\n{name}" if client else name
 
 
 def _without_logprobs(item: Mapping[str, Any]) -> Item:

@@ -1,0 +1,139 @@
+"""Who waits, in fair order: virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024). A tenant's counter grows with what is computed for it, over its weight, and whoever waits and has the lowest one
+starts next; a more urgent priority comes first. What the prefix cache had costs nothing."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Tokens
+
+from engine.request import Tenant
+from engine.scheduling.accounts import Account
+from engine.scheduling.sequence import Sequence
+from engine.scheduling.steps_in_flight import PlannedStep
+from engine.scheduling.waiting_queue import WaitingQueue
+
+PROMPT_COST = 1.0
+"""of a token of a prompt that is computed"""
+OUTPUT_COST = 2.0
+"""of a token that is sampled"""
+_KEPT = 64
+"""tenants of whom nothing lives, before those are looked for of whom nothing need be known"""
+
+_Place = tuple[int, float, int]
+"""priority, counter and arrival of a tenant's first sequence: as they were when its entry was made"""
+
+
+class FairQueue(WaitingQueue):
+    """A heap of tenants, each with a heap of its own. Counters only grow, so an entry that surfaces is put where it
+    belongs by then: amortized O(log tenants)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._accounts: dict[str, Account] = {}
+        self._queues: dict[Account, WaitingQueue] = {}
+        self._order: list[tuple[_Place, int, Account]] = []
+        self._entries: dict[Account, int] = {}
+        """of those in order, the number of the entry that counts"""
+        self._num_entries = 0
+        self._latest = Account("", 1.0)
+        """whose sequence started last"""
+
+    # -- tenants -----------------------------------------------------------------------------------------------------
+
+    def join(self, seq: Sequence, tenant: Tenant) -> None:
+        """It is one of the tenant's, whose weight is this from now on."""
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            if len(self._accounts) >= 2 * _KEPT and len(self._accounts) % _KEPT == 0:
+                self._forget()
+            account = self._accounts[tenant.name] = Account(tenant.name, tenant.weight)
+        account.weight = tenant.weight
+        account.live += 1
+        seq.account = account
+
+    def leave(self, seq: Sequence) -> None:
+        """It has ended."""
+        assert seq.account is not None
+        seq.account.live -= 1
+        seq.account = None
+
+    def _forget(self) -> None:
+        """Whoever comes back would be raised as far at least."""
+        floor = min((each.served for each in self._queues), default=self._latest.served)
+        for account in [each for each in self._accounts.values() if not each.live and each.served <= floor]:
+            del self._accounts[account.name]
+
+    def started(self, seq: Sequence, computed: int) -> None:
+        """As many tokens of its prompt are to be computed."""
+        assert seq.account is not None
+        seq.account.served += PROMPT_COST * computed / seq.account.weight
+
+    def sampled(self, step: PlannedStep, counts: Tokens[int]) -> None:
+        """`counts`: what each of its rows that sample has brought; none: a token each."""
+        owners = step.owners[step.rows.samples > 0].tolist()
+        for seq, count in zip(owners, counts or [1] * len(owners), strict=True):
+            if seq.account is not None:
+                seq.account.served += OUTPUT_COST * count / seq.account.weight
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    def push(self, seq: Sequence) -> None:
+        account = seq.account
+        assert account is not None
+        queue = self._queues.get(account)
+        if queue is None:
+            if seq.cached_tokens is None:  # nobody has saved up what he did not ask for
+                others = (each.served for each in self._queues)
+                account.served = max(account.served, min(others, default=self._latest.served))
+            queue = self._queues[account] = WaitingQueue()
+        queue.push(seq)
+        self._waiting += 1
+        if queue.first() is seq:
+            self._enter(account, seq)
+
+    def _enter(self, account: Account, first: Sequence) -> None:
+        self._num_entries += 1
+        self._entries[account] = self._num_entries
+        heapq.heappush(self._order, (_place(account, first), self._num_entries, account))
+        if len(self._order) > 2 * len(self._entries) + 16:
+            self._order[:] = [entry for entry in self._order if self._entries.get(entry[2]) == entry[1]]
+            heapq.heapify(self._order)
+
+    def first(self) -> Sequence | None:
+        order = self._order
+        while order:
+            place, number, account = order[0]
+            if self._entries.get(account) == number:
+                first = self._queues[account].first()
+                if first is not None and place == _place(account, first):
+                    return first
+                heapq.heappop(order)
+                if first is None:
+                    del self._entries[account], self._queues[account]
+                else:
+                    self._enter(account, first)
+            else:
+                heapq.heappop(order)
+        return None
+
+    def pop(self) -> None:
+        account = self._order[0][2]
+        self._queues[account].pop()
+        self._waiting -= 1
+        self._latest = account
+        self._leave_if_empty(account)
+
+    def discard(self, seq: Sequence) -> None:
+        assert seq.account is not None
+        self._waiting -= 1
+        self._queues[seq.account].discard(seq)
+        self._leave_if_empty(seq.account)
+
+    def _leave_if_empty(self, account: Account) -> None:
+        if not len(self._queues[account]):
+            del self._entries[account], self._queues[account]
+
+
+def _place(account: Account, first: Sequence) -> _Place:
+    return first.key[0], account.served, first.key[1]

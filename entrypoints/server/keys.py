@@ -1,0 +1,191 @@
+"""Who may ask: one key for all, or a file of clients, each with its key's hash, scopes, share and quotas (`--keys`).
+
+The file is TOML, and is read again when it changes and on SIGHUP; what is wrong in it is told in the log, and the keys
+before it stay.
+
+    [[keys]]
+    name = "alice"
+    sha256 = "…"                   # of the key: printf %s "$KEY" | sha256sum
+    scopes = ["infer"]             # and "metrics", "admin"
+    weight = 1.0                   # of its share, with --scheduling-policy fair
+    requests_per_minute = 600      # these three: without one, as many as it wants
+    tokens_per_minute = 100000     # of prompts and answers; known when a request ends
+    concurrency = 16
+    shares_cache = false           # prefixes with others that share them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.request import NOBODY, Tenant
+from entrypoints.server.quotas import Quotas, RateLimitedError
+
+Scope = Literal["infer", "metrics", "admin"]
+SCOPES: tuple[Scope, ...] = ("infer", "metrics", "admin")
+_MOST_KEYS = 10_000
+_MOST_BYTES = 16 * 1024 * 1024
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+logger = logging.getLogger("pageloom.server")
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the file's; its fields are the file's."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}$")]
+    scopes: tuple[Scope, ...] = ("infer",)
+    weight: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] = 1.0
+    requests_per_minute: _Count | None = None
+    tokens_per_minute: _Count | None = None
+    concurrency: _Count | None = None
+    shares_cache: bool = False
+
+
+class _KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=_MOST_KEYS)]
+
+
+class Client:
+    """Who holds a key."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.name = ""
+        """none: of the one key for all"""
+        self.scopes = frozenset(SCOPES)
+        self.tenant = NOBODY
+        self._salt: str | None = None
+        self.quotas = Quotas(clock)
+        self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.refused = Counter[str]()
+        """by quota; all since the start"""
+
+    def set(self, key: Key) -> None:
+        self.name, self.scopes, self.tenant = key.name, frozenset(key.scopes), Tenant(key.name, key.weight)
+        self._salt = None if key.shares_cache else key.name
+        self.quotas.set(key.requests_per_minute, key.tokens_per_minute, key.concurrency)
+
+    def cache_salt(self, given: str | None) -> str | None:
+        """Prefixes are found only by whom they are for."""
+        if self._salt is None:
+            return given
+        return hashlib.sha256(f"{self._salt}\0{given or ''}".encode()).hexdigest()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A request, as long as it lasts. Raises `RateLimitedError`."""
+        try:
+            self.quotas.begin()
+        except RateLimitedError as error:
+            self.refused[error.quota] += 1
+            raise
+        self.requests += 1
+        try:
+            yield
+        finally:
+            self.quotas.end()
+
+    def use(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int) -> None:
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.generated_tokens += generated_tokens
+        self.quotas.use(prompt_tokens + generated_tokens)
+
+
+CLIENT: ContextVar[Client | None] = ContextVar("client", default=None)
+"""whose request a task serves; None: nobody needs a key"""
+
+
+def client_name() -> str:
+    """Of whose request this task serves."""
+    client = CLIENT.get()
+    return "" if client is None else client.name
+
+
+class Keyring:
+    def __init__(self, *, key: str | None = None, file: Path | None = None) -> None:
+        """One of both. Raises `ConfigError`."""
+        self._file = file
+        self._by_digest: dict[bytes, Client] = {}
+        self._by_name: dict[str, Client] = {}
+        self._seen: object = None
+        self._looked_at = 0.0
+        if key is not None:
+            self._by_digest[hashlib.sha256(key.encode()).digest()] = Client(time.monotonic)
+        if file is not None:
+            self._seen = _state_of(file)
+            self._take(read_keys(file))
+
+    @property
+    def clients(self) -> list[Client]:
+        """Those that the file names, and those that it has named."""
+        return list(self._by_name.values())
+
+    @property
+    def is_read_again(self) -> bool:
+        return self._file is not None
+
+    def find(self, key: bytes) -> Client | None:
+        """By its hash: how long that takes tells nothing of the keys."""
+        return self._by_digest.get(hashlib.sha256(key).digest())
+
+    def look_again(self, now: float, anyway: bool = False) -> None:
+        """Reads the file if it has changed since; looks each second at most."""
+        if self._file is None or (now < self._looked_at + 1 and not anyway):
+            return
+        self._looked_at = now
+        state = _state_of(self._file)
+        if state == self._seen and not anyway:
+            return
+        self._seen = state
+        try:
+            self._take(read_keys(self._file))
+            logger.info("%d keys were read from %s", len(self._by_digest), self._file)
+        except ConfigError as error:
+            logger.error("%s; the keys before it stay", error)
+
+    def _take(self, keys: list[Key]) -> None:
+        self._by_digest = {}
+        for key in keys:
+            client = self._by_name.setdefault(key.name, Client(time.monotonic))
+            client.set(key)
+            self._by_digest[bytes.fromhex(key.sha256)] = client
+
+
+def read_keys(file: Path) -> list[Key]:
+    """Raises `ConfigError`."""
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(_MOST_BYTES + 1)
+        if len(raw) > _MOST_BYTES:
+            raise ConfigError(f"--keys: {file} is longer than {_MOST_BYTES} bytes")
+        keys = msgspec.toml.decode(raw, type=_KeyFile).keys
+    except OSError as error:
+        raise ConfigError(f"--keys: cannot read {file}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--keys: {file}: {error}") from error
+    for what in ("name", "sha256"):
+        ((value, count),) = Counter(getattr(key, what).lower() for key in keys).most_common(1)
+        if count > 1:
+            raise ConfigError(f"--keys: {file}: {count} keys have the {what} {value}")
+    return keys
+
+
+def _state_of(file: Path) -> object:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
