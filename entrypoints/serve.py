@@ -23,27 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
     add_served_names(parser)
-    key = parser.add_mutually_exclusive_group()
-    key.add_argument(
-        "--api-key",
-        help="required of clients as `Authorization: Bearer KEY` or `x-api-key: KEY`; whoever lists processes reads "
-        "it, other than in --api-key-file or PAGELOOM_API_KEY",
-    )
-    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key")
-    key.add_argument(
-        "--keys",
-        type=Path,
-        metavar="FILE",
-        help="many clients' keys, as hashes, each with scopes, a share, and limits of requests and tokens (TOML; "
-        "docs/keys.md); read again when it changes",
-    )
-    parser.add_argument(
-        "--usage-log",
-        type=Path,
-        metavar="FILE",
-        help="with --keys: a line of JSON for each request, of its key and its tokens; the file only grows, and may be "
-        "moved away",
-    )
+    _add_keys(parser)
     parser.add_argument(
         "--allowed-origins",
         type=_origins,
@@ -88,6 +68,30 @@ def build_parser() -> argparse.ArgumentParser:
     add_role_options(parser)
     add_engine_options(parser)
     return parser
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    key = parser.add_mutually_exclusive_group()
+    key.add_argument(
+        "--api-key",
+        help="required of clients as `Authorization: Bearer KEY` or `x-api-key: KEY`; whoever lists processes reads "
+        "it, other than in --api-key-file or PAGELOOM_API_KEY",
+    )
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key")
+    key.add_argument(
+        "--keys",
+        type=Path,
+        metavar="FILE",
+        help="many clients' keys, as hashes, each with scopes, a share, and limits of requests and tokens (TOML; "
+        "docs/keys.md); read again when it changes",
+    )
+    parser.add_argument(
+        "--usage-log",
+        type=Path,
+        metavar="FILE",
+        help="with --keys: a line of JSON for each request, of its key and its tokens; the file only grows, and may be "
+        "moved away",
+    )
 
 
 def _add_log_options(parser: argparse.ArgumentParser) -> None:

@@ -63,7 +63,6 @@ def create_app(
 ) -> FastAPI:
     """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call.
     Raises `ConfigError`."""
-
     bounds = engine.config.limits.stored_responses_bytes, engine.config.limits.stored_responses_s
     store, passing = ResponseStore(settings.response_store, *bounds), ResponseStore(None, *bounds)
 
@@ -109,12 +108,11 @@ def create_app(
     scaling.add_routes(app, context)
     open_files = page.add_routes(app, context)
     add_document(app, keyed=keyring is not None)
-    guards = [Middleware(OriginGuard, allowed=allowed_origins)]
+    guards = [Middleware(CountsLoad, load=load), Middleware(OriginGuard, allowed=allowed_origins)]
     if keyring is not None:
         engine.metrics.registry.register(KeyCollector(keyring, served_name))
-    guards += [] if keyring is None else [Middleware(ApiKeyGuard, keyring=keyring, unguarded=open_files)]
-    told = [Middleware(LogsRefusals)] if settings.log_requests else []
-    _add_middleware(app, [Middleware(CountsLoad, load=load), *guards, *told], allowed_origins)
+        guards.append(Middleware(ApiKeyGuard, keyring=keyring, unguarded=open_files))
+    _add_middleware(app, [*guards, *([Middleware(LogsRefusals)] if settings.log_requests else [])], allowed_origins)
     return app
 
 
