@@ -82,14 +82,16 @@ class AsyncEngine:
         final_only: bool = False,
         lora_request: LoRARequest | None = None,
         tenant: Tenant = NOBODY,
+        timeout_s: float | None = None,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end; without
-        either, as the parameters' `output_kind` has it. The last one is `finished`. `tenant`: whose share of the engine
-        it takes (`scheduling_policy="fair"`). `watch` is told of the end, whatever it is.
+        either, as the parameters' `output_kind` has it. The last one is `finished`. `tenant`: whose share of the
+        engine it takes (`scheduling_policy="fair"`). `timeout_s`: in which it must end; what cannot be served so soon
+        is refused at once. `watch` is told of the end, whatever it is.
 
         A consumer that is slow gets several steps in one output. Closing or cancelling the iterator aborts the request.
-        Raises `InvalidRequestError`, `QueueFullError`, `RequestFailedError`, `CoreDiedError`.
+        Raises `InvalidRequestError`, `QueueFullError`, `DeadlineError`, `RequestFailedError`, `CoreDiedError`.
         """
         arrival = time.monotonic()
         with watch or nullcontext():
@@ -109,7 +111,9 @@ class AsyncEngine:
             if not delta and not final_only:
                 kind = admitted.params.output_kind
                 delta, final_only = kind is RequestOutputKind.DELTA, kind is RequestOutputKind.FINAL_ONLY
-            with engine.stream(admitted, arrival, delta=delta, final_only=final_only, watch=watch) as stream:
+            with engine.stream(
+                admitted, arrival, delta=delta, final_only=final_only, watch=watch, timeout_s=timeout_s
+            ) as stream:
                 finished = False
                 while not finished:
                     output = await stream.next()
@@ -125,6 +129,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: Tenant = NOBODY,
+        timeout_s: float | None = None,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[PoolingRequestOutput]:
         """The prompt as a vector, once. Closing or cancelling the iterator aborts the request. Raises as `generate`."""
@@ -140,7 +145,7 @@ class AsyncEngine:
             admitted = await engine.admit_async(
                 given, PROMPT_ONLY, request_id, priority, salt, pooling=pooling.kind, tenant=tenant
             )
-            with engine.stream(admitted, arrival, final_only=True, watch=watch) as stream:
+            with engine.stream(admitted, arrival, final_only=True, watch=watch, timeout_s=timeout_s) as stream:
                 yield pooled_output(await stream.next(), pooling)
 
     async def pin_prefix(self, name: str, prefix: Prompt) -> int:

@@ -36,6 +36,10 @@ class QueueFullError(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class DeadlineError(EngineError):
+    """The time is over that a request was given; what of it had come was delivered."""
+
+
 class UnsupportedModelError(EngineError):
     """A model that no family covers; the message lists those that are."""
 

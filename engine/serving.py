@@ -11,11 +11,13 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from msgspec.structs import replace
+
 from engine.adapters.request import LoRARequest
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady
-from engine.errors import ConfigError, CoreDiedError, EngineError, ShutDownError
+from engine.errors import ConfigError, CoreDiedError, DeadlineError, EngineError, ShutDownError
 from engine.frontend.admission import AdmittedRequest, ParsedPrompt, spellings
 from engine.frontend.failures import CONTROL, fails_alone
 from engine.frontend.texts import check_name, check_params, check_text
@@ -58,13 +60,23 @@ class Stream:
     """One request in flight. No generator and no `asyncio.Event`, since each streamed token pays for them: one task
     alone waits here."""
 
-    def __init__(self, serving: Serving, admitted: AdmittedRequest, watch: RequestWatch | None) -> None:
+    def __init__(
+        self, serving: Serving, admitted: AdmittedRequest, watch: RequestWatch | None, deadline: float | None = None
+    ) -> None:
+        """`deadline`: on `time.monotonic`'s clock."""
         self._serving, self._admitted, self._watch = serving, admitted, watch
         self._told: dict[int, str | None] = {}
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
+        self._is_late = False
+        left = None if deadline is None else deadline - time.monotonic()
+        self._timer = None if left is None else self._loop.call_later(left, self._be_late)
         serving.streams[admitted.request_id] = self
+
+    def _be_late(self) -> None:
+        self._is_late = True
+        self.tell()
 
     def tell(self) -> None:
         """There is something new."""
@@ -77,7 +89,7 @@ class Stream:
         serving, name = self._serving, self._admitted.request_id
         processor = serving.processor
         while True:
-            if not self._news:
+            if not self._news and not self._is_late:
                 self._waiter = self._loop.create_future()
                 try:
                     await self._waiter
@@ -90,6 +102,8 @@ class Stream:
             # What arrived before the core died is worth having; the news of its death is not lost.
             output = processor.take(name)
             if output is None:
+                if self._is_late:
+                    raise DeadlineError("the time is over that the request was given")
                 serving.check_alive()
                 continue
             if serving.death is not None:
@@ -106,6 +120,8 @@ class Stream:
     ) -> None:
         """Aborts it, where it has not ended."""
         serving, name = self._serving, self._admitted.request_id
+        if self._timer is not None:
+            self._timer.cancel()
         del serving.streams[name]
         if self._watch is not None:
             serving.processor.show(name, self._watch, time.monotonic())
@@ -137,10 +153,17 @@ class Serving(Session):
         delta: bool = False,
         final_only: bool = False,
         watch: RequestWatch | None = None,
+        timeout_s: float | None = None,
     ) -> Stream:
-        """Begins to be computed; leaving it as a context ends it. Raises `QueueFullError`, `CoreDiedError`."""
+        """Begins to be computed; leaving it as a context ends it, and so does its time, which begins with its
+        `arrival`. Raises `QueueFullError`, `CoreDiedError`, `DeadlineError`."""
+        deadline = None if timeout_s is None else arrival + timeout_s
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise DeadlineError("the time is over that the request was given, before it could begin")
+            admitted = replace(admitted, message=replace(admitted.message, deadline_s=left))
         self.submit(admitted, arrival, delta=delta, final_only=final_only)
-        return Stream(self, admitted, watch)
+        return Stream(self, admitted, watch, deadline)
 
     async def token_ids(self, prompt: ParsedPrompt, params: SamplingParams | PoolingParams) -> list[int]:
         """Raises `InvalidRequestError`."""

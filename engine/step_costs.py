@@ -40,6 +40,11 @@ class StepCosts:
             extra = seconds - self._decodes_s if num_decodes else seconds
             self.prompt_token_s = _mean(self.prompt_token_s, max(extra, 0.0) / prompt_tokens)
 
+    @property
+    def decode_s(self) -> float:
+        """What a step takes that computes no prompt; 0: unknown."""
+        return self._decodes_s
+
     def relative(self) -> tuple[float, float]:
         """(a, b): a step of n tokens that all sample takes a + b · n, in units of what one of one token takes (least
         squares)."""

@@ -45,6 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
         "at once (default: 30)",
     )
     parser.add_argument(
+        "--default-timeout",
+        type=_some_seconds,
+        metavar="SECONDS",
+        help="in which a request must end that has no header x-request-timeout: what cannot be served so soon is "
+        "refused at once, and what is late ends (default: requests have time)",
+    )
+    parser.add_argument(
         "--pinned-prefixes",
         type=Path,
         metavar="FILE",
@@ -231,6 +238,13 @@ def _seconds(text: str) -> float:
         seconds = -1.0
     if not 0 <= seconds < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _some_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if seconds == 0:
+        raise argparse.ArgumentTypeError("it must be above 0 seconds")
     return seconds
 
 

@@ -364,4 +364,7 @@ class CoreLoop:
 def refusal(request_id: str, kind: str, error: Exception) -> SequenceDelta:
     """The only delta of a request that was never admitted."""
     message = str(error) if isinstance(error, EngineError) else in_words(error)
-    return SequenceDelta(request_id=request_id, finish_reason="error", error=message, error_kind=kind)
+    after_s = error.retry_after_s if isinstance(error, QueueFullError) else 1.0
+    return SequenceDelta(
+        request_id=request_id, finish_reason="error", error=message, error_kind=kind, retry_after_s=after_s
+    )

@@ -67,6 +67,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
 
     wait_s: float | None = None
     """how long it may wait for its turn; None: for ever"""
+    deadline_s: float | None = None
+    """in which it is to end, or not to begin; None: it has time"""
     pin: str | None = None
     """keep the whole blocks of the prompt under this name when they are computed, until `UnpinPrefix`"""
     kv_transfer: KVTransferParams | None = None
@@ -154,6 +156,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """with the end of a request whose prompt another engine wants: where it finds it"""
     error_kind: str | None = None
     """"queue_full" | "invalid" | "fault": which exception the front end raises"""
+    retry_after_s: float = 1.0
+    """of "queue_full": when to ask again"""
 
 
 class TokenDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", gc=False):

@@ -336,7 +336,7 @@ class OutputProcessor:
 def _exception(delta: SequenceDelta) -> EngineError:
     message = delta.error or "the engine core gave no reason"
     if delta.error_kind == "queue_full":
-        return QueueFullError(message)
+        return QueueFullError(message, delta.retry_after_s)
     if delta.error_kind == "invalid":
         return InvalidRequestError(message)
     return RequestFailedError(message)

@@ -103,6 +103,7 @@ class Deliveries:
             params=params,
             followers=[each for each in message.followers if each.request_id in others],
             wait_s=message.wait_s if is_new else None,
+            deadline_s=None,  # it was admitted
             resumed=[] if is_new else [Resumed(each.tokens.tolist(), each.prompt_logprobs) for each in had],
         )
 

@@ -10,6 +10,7 @@ from engine.errors import EngineError
 from engine.kv_cache.prefix import PrefixHit
 from engine.kv_cache.sequence_blocks import NO_GROWTH
 from engine.kv_cache.swapping import blocks_to_go_on
+from engine.scheduling.expected import Expected
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.placement import Placement
 from engine.scheduling.sequence import Sequence
@@ -18,8 +19,8 @@ from engine.scheduling.step_draft import StepDraft
 
 
 class Admission:
-    def __init__(self, config: SchedulerConfig, held: Holdings, placement: Placement) -> None:
-        self._config, self._held, self._placement = config, held, placement
+    def __init__(self, config: SchedulerConfig, held: Holdings, placement: Placement, expected: Expected) -> None:
+        self._config, self._held, self._placement, self._expected = config, held, placement, expected
         self._kv, self._rows = held.kv, held.rows
         self._waiting, self._running = held.waiting, held.running
         self._blocked: tuple[Sequence, int] | None = None
@@ -158,6 +159,7 @@ class Admission:
         if seq.cached_tokens is None:
             seq.cached_tokens, seq.started_at = hit.num_tokens, time.monotonic()
             self.prompt_tokens += seq.prompt_len
+            self._expected.started(seq.prompt_len)
             if self._held.fair is not None:
                 self._held.fair.started(seq, len(seq.tokens) - hit.num_tokens)
         self._rows.enter(seq, hit.num_tokens)

@@ -13,6 +13,7 @@ from engine.kv_transfer.interface import FetchDone
 from engine.scheduling.adapted import Adapted
 from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.constrained import Constrained
+from engine.scheduling.expected import Expected
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
@@ -22,9 +23,15 @@ from engine.step import RowParams
 
 class Arrivals:
     def __init__(
-        self, config: SchedulerConfig, held: Holdings, constrained: Constrained, fetches: Fetches, adapted: Adapted
+        self,
+        config: SchedulerConfig,
+        held: Holdings,
+        constrained: Constrained,
+        fetches: Fetches,
+        adapted: Adapted,
+        expected: Expected,
     ) -> None:
-        self._config = config
+        self._config, self._expected = config, expected
         self._fetches = fetches
         self._held = held
         self._constrained, self._adapted = constrained, adapted
@@ -38,7 +45,8 @@ class Arrivals:
         return len(self._held.waiting) + self._held.following + elsewhere
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait."""
+        """Queue a request. `InvalidRequestError` if it can never be served, `QueueFullError` if too many wait, or it
+        could not be served in time."""
         held = self._held
         pools = request.params.pooling is not None  # what follows its prompt is never computed
         max_total = min(len(request.prompt_token_ids) + request.max_tokens, self._config.max_model_len + pools)
@@ -50,6 +58,7 @@ class Arrivals:
         waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
         if waiting and waiting + new > self._config.max_waiting:
             raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
+        self._expected.check(request)
         start = None if request.grammar is None else self._constrained.start(request.grammar)
         if request.pin is not None:
             prompt_len = len(request.prompt_token_ids)
@@ -97,6 +106,7 @@ class Arrivals:
             self._constrained.prepare(request.grammar, samples)
         else:
             self._constrained.queue(samples, start)
+        self._expected.queued()
 
     def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
         key = (0 if self._config.policy == "fcfs" else request.priority, self._number)

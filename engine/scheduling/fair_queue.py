@@ -76,6 +76,16 @@ class FairQueue(WaitingQueue):
             if seq.account is not None:
                 seq.account.served += OUTPUT_COST * count / seq.account.weight
 
+    def tokens_of(self, tenant: Tenant) -> int:
+        """Of prompts of the tenant that wait."""
+        account = self._accounts.get(tenant.name)
+        return 0 if account is None or account not in self._queues else self._queues[account].num_tokens
+
+    def share_of(self, tenant: Tenant) -> float:
+        """Of all, while those wait that do: 0 to 1."""
+        others = sum(account.weight for account in self._queues if account.name != tenant.name)
+        return tenant.weight / (tenant.weight + others)
+
     # -- the queue ---------------------------------------------------------------------------------------------------
 
     def push(self, seq: Sequence) -> None:
@@ -89,6 +99,7 @@ class FairQueue(WaitingQueue):
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)
         self._waiting += 1
+        self.num_tokens += seq.prompt_len
         if queue.first() is seq:
             self._enter(account, seq)
 
@@ -119,7 +130,10 @@ class FairQueue(WaitingQueue):
 
     def pop(self) -> None:
         account = self._order[0][2]
-        self._queues[account].pop()
+        queue = self._queues[account]
+        self.num_tokens -= queue.num_tokens
+        queue.pop()
+        self.num_tokens += queue.num_tokens
         self._waiting -= 1
         self._latest = account
         self._leave_if_empty(account)
@@ -127,6 +141,7 @@ class FairQueue(WaitingQueue):
     def discard(self, seq: Sequence) -> None:
         assert seq.account is not None
         self._waiting -= 1
+        self.num_tokens -= seq.prompt_len
         self._queues[seq.account].discard(seq)
         self._leave_if_empty(seq.account)
 

@@ -12,6 +12,7 @@ from engine.core.wire import Delta, SequenceDelta, TokenDeltas
 from engine.kv_transfer.params import KVTransferParams
 from engine.request import FinishReason
 from engine.scheduling.beam_group import BeamGroup
+from engine.scheduling.expected import Expected
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.speculation import Speculation
@@ -22,7 +23,8 @@ _Logprobs = dict[int, list[TokenLogprobs]]
 
 
 class Outcomes:
-    def __init__(self, held: Holdings, speculation: Speculation) -> None:
+    def __init__(self, held: Holdings, speculation: Speculation, expected: Expected) -> None:
+        self._expected = expected
         self._held, self._speculation, self._rows = held, speculation, held.rows
         self.generated_tokens = 0
         """since the start"""
@@ -197,6 +199,8 @@ class Outcomes:
             if finish_reason is not None:
                 if seq.hands_over:
                     handed_over = self._held.leases.offer(seq.request_id, seq.tokens)
+                if seq.params.pooling is None:
+                    self._expected.ended(len(seq.tokens) - seq.prompt_len)
                 self._held.end(seq)
                 break
         self.generated_tokens += len(delivered)

@@ -26,6 +26,7 @@ from engine.scheduling.adapted import Adapted
 from engine.scheduling.admission import Admission
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
+from engine.scheduling.expected import Expected
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.figures import core_stats
@@ -71,15 +72,16 @@ class Scheduler:
         fair = FairQueue() if config.policy == "fair" else None
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
-        self._outcomes = Outcomes(self._held, self._speculation)
+        expected = Expected(self._held.waiting, self._costs)
+        self._outcomes = Outcomes(self._held, self._speculation, expected)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows, self._running = self._held.rows, self._held.running
         self._constrained = Constrained(self._held, self._steps, grammars, self._adapted)
         self._fetches = Fetches(self._held, self._steps, connector)
-        self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches, self._adapted)
+        self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches, self._adapted, expected)
         self._num_steps = 0
         self._placement = Placement(self._held)
-        self._admission = Admission(config, self._held, self._placement)
+        self._admission = Admission(config, self._held, self._placement, expected)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
         self._waiting = 0
+        self.num_tokens = 0
+        """of the prompts of all that wait"""
 
     def __len__(self) -> int:
         return self._waiting
@@ -25,6 +27,7 @@ class WaitingQueue:
     def push(self, seq: Sequence) -> None:
         heapq.heappush(self._heap, (seq.key, seq))
         self._waiting += 1
+        self.num_tokens += seq.prompt_len
 
     def first(self) -> Sequence | None:
         heap = self._heap
@@ -34,12 +37,14 @@ class WaitingQueue:
 
     def pop(self) -> None:
         """Remove what `first` returned."""
-        heapq.heappop(self._heap)
+        _, seq = heapq.heappop(self._heap)
         self._waiting -= 1
+        self.num_tokens -= seq.prompt_len
 
     def discard(self, seq: Sequence) -> None:
         """It was in the queue and has just stopped waiting (its status says so)."""
         self._waiting -= 1
+        self.num_tokens -= seq.prompt_len
         if len(self._heap) > 2 * self._waiting + 16:
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapq.heapify(self._heap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from engine.frontend.fill_in import FillIn, fill_in_of, no_fill_in
 from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import NOBODY, RequestOutput, Tenant
 from entrypoints.server.adapters import Adapters, LoRAModule
+from entrypoints.server.caller import CALLER
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
 from entrypoints.server.key_usage import UsageLog
@@ -38,6 +40,8 @@ EnginePrompt = str | PairPrompt | Mapping[str, object]
 Outputs = AsyncGenerator[RequestOutput, None]
 
 IGNORED = "x-pageloom-ignored"
+TIMEOUT_HEADER = "x-request-timeout"
+MOST_TIMEOUT_S = 86400
 _MOST_TOLD = 20
 _MOST_CHARS = 64
 _PLAIN = re.compile(r"[^A-Za-z0-9_.\[\]\-]")
@@ -66,6 +70,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_log_len: int = 2000
     otlp_endpoint: str | None = None
     """where a span for each request is sent"""
+    default_timeout: float | None = None
+    """seconds in which a request must end that does not say so itself; None: it has time"""
     usage_log: Path | None = None
     """file of what each client's requests have used"""
 
@@ -167,6 +173,7 @@ class ServerContext:
             priority=body.priority,
             cache_salt=salt,
             tenant=tenant,
+            timeout_s=self._timeout_s(),
             delta=delta,
             final_only=not delta,
             lora_request=self.adapters.get(body.model),
@@ -186,10 +193,27 @@ class ServerContext:
             priority=body.priority,
             cache_salt=salt,
             tenant=tenant,
+            timeout_s=self._timeout_s(),
             watch=self._observers.watch(request_id, params, body, streams=False),
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"
         return stream
+
+    def _timeout_s(self) -> float | None:
+        """The caller's header, or what whoever serves has set. Raises `InvalidRequestError`."""
+        caller = CALLER.get()
+        given = [] if caller is None else [value for name, value in caller.headers if name == TIMEOUT_HEADER.encode()]
+        if not given:
+            return self.settings.default_timeout
+        try:
+            seconds = float(given[-1])
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds <= MOST_TIMEOUT_S:
+            raise InvalidRequestError(
+                f"{TIMEOUT_HEADER} must be a number of seconds above 0 and up to {MOST_TIMEOUT_S}", TIMEOUT_HEADER
+            )
+        return seconds
 
     def _share(self, body: Queued) -> tuple[str | None, Tenant]:
         """The salt of its prefixes, and whose share of the engine it takes."""

@@ -14,7 +14,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
+from engine.errors import (
+    CoreDiedError,
+    DeadlineError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    ShutDownError,
+)
 from entrypoints.server.error_shape import ErrorBody, error_body
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
 from entrypoints.server.not_served import why_not_served
@@ -40,8 +47,10 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
     if isinstance(error, InvalidRequestError):
         return 400, error_body(str(error), "invalid_request_error", error.field, error.code), {}
     if isinstance(error, QueueFullError):
-        headers = {"Retry-After": str(max(1, round(error.retry_after_s)))}
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return 503, error_body(str(error), "server_overloaded", None, "queue_full"), headers
+    if isinstance(error, DeadlineError):
+        return 504, error_body(str(error), "timeout_error", None, "deadline_exceeded"), {}
     if isinstance(error, RateLimitedError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         return 429, error_body(str(error), error.quota, None, "rate_limit_exceeded"), headers
@@ -135,7 +144,8 @@ def install(app: FastAPI) -> None:
             body = error_body(message, kind)
         return error_response(request.scope, error.status_code, cast(ErrorBody, body), error.headers)
 
-    for kind in (InvalidRequestError, QueueFullError, CoreDiedError, RequestFailedError, ServerEndsError, Exception):
+    kinds = (InvalidRequestError, QueueFullError, DeadlineError, CoreDiedError, RequestFailedError, ServerEndsError)
+    for kind in (*kinds, Exception):
         app.add_exception_handler(kind, on_error)
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(HTTPException, on_http)

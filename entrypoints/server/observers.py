@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError, RequestFailedError, ShutDownError
+from engine.errors import (
+    CoreDiedError,
+    DeadlineError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    ShutDownError,
+)
 from engine.frontend.failures import CONTROL
 from engine.observability.request_watch import RequestWatch
 from engine.pooling import PoolingParams
@@ -62,6 +69,7 @@ def _code(error: BaseException) -> str:
         return error.code or "invalid_request_error"
     codes = {
         QueueFullError: "queue_full",
+        DeadlineError: "deadline_exceeded",
         ShutDownError: "shutting_down",
         CoreDiedError: "engine_dead",
         RequestFailedError: "request_failed",

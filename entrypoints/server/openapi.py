@@ -61,7 +61,9 @@ _ERRORS = {
     "413": "the body is too large",
     "431": "the headers are too large",
     "500": "the server's fault; its log says more under the answer's `x-request-id`",
-    "503": "no room, or shutting down: send it again after `Retry-After` seconds",
+    "429": "beyond a quota of the key (`--keys`): send it again after `Retry-After` seconds",
+    "503": "no room, not in time, or shutting down: send it again after `Retry-After` seconds",
+    "504": "the time is over that the request was given (`x-request-timeout`)",
 }
 _UNASKED = ("404",)
 """of routes that name no model"""
