@@ -41,6 +41,8 @@ _FOLDER = "tokenizers"
 _CONVERT_TIMEOUT_S = 300
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 """of a model's directory, what no tokenizer is made of"""
+_HASHED_BYTES = 64 * 2**20
+"""of a file: a tenth of a second"""
 _BOUNDED = (".json", ".txt", ".jinja", ".model")
 """what one is made of, and what is read whole"""
 
@@ -217,8 +219,8 @@ def _convert(path: str) -> bytes:
 
 
 def _identity(path: str) -> str:
-    """Changes with the files (place, size, time of change) and with the libraries that read them. Raises `ConfigError`
-    for a file that no tokenizer has."""
+    """Changes with what the files hold, wherever they lie (a large one's place, size and time of change stand for it),
+    and with the libraries that read them. Raises `ConfigError` for a file that no tokenizer has."""
     place = os.path.realpath(path)
     if os.path.isfile(place):
         files = [place]
@@ -226,13 +228,25 @@ def _identity(path: str) -> str:
         folders = [place, os.path.join(place, "additional_chat_templates")]
         entries = [entry for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)]
         files = sorted(e.path for e in entries if e.is_file() and not e.name.endswith(_WEIGHTS))
-    facts: list[object] = [FORMAT, version("transformers"), version("tokenizers"), place]
+    facts: list[object] = [FORMAT, version("transformers"), version("tokenizers")]
     for file in files:
         status = os.stat(file)
         if status.st_size > TOKENIZER_BYTES and file.endswith(_BOUNDED):
             raise ConfigError(f"{file}: has {status.st_size} bytes; at most {TOKENIZER_BYTES} are read of such a file")
-        facts.append((file, status.st_size, status.st_mtime_ns, status.st_ino))
+        content = _small(file, status.st_size)
+        if content is None:
+            facts.append((file, status.st_size, status.st_mtime_ns, status.st_ino))
+        else:
+            facts.append((os.path.relpath(file, place), hashlib.sha256(content).hexdigest()))
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _small(file: str, size: int) -> bytes | None:
+    """What is in the file; None where that is much, or nobody's business."""
+    try:
+        return Path(file).read_bytes() if size <= _HASHED_BYTES else None
+    except OSError:
+        return None
 
 
 class _Seal(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -122,6 +123,9 @@ def test_changed_files_and_damaged_entries_are_converted_again(tmp_path: Path, c
     (path / "model.safetensors").write_bytes(b"weights are no part of it")
     describe_tokenizer(str(path), cache)
     assert len(conversions) == 2
+    shutil.copytree(path, tmp_path / "elsewhere", copy_function=shutil.copyfile)
+    describe_tokenizer(str(tmp_path / "elsewhere"), cache)
+    assert len(conversions) == 2, "the same files are the same tokenizer"
     for entry in kept(cache):
         entry.write_bytes(entry.read_bytes()[:100])
     describe_tokenizer(str(path), cache)
