@@ -1,4 +1,5 @@
-"""Cache directories of tests that start empty but for what all tests build alike: native code for CPUs."""
+"""Cache directories of tests that start empty but for what all tests build alike: native code for CPUs, and tokenizers,
+which are known by what their files hold."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 from attention_backends.toolchain import default_cache_dir
 
-FOLDERS = ("attention-cpu", "crew-cpu", "drafts-cpu", "linear-cpu", "parallel-cpu", "sampling-cpu")
+FOLDERS = ("attention-cpu", "crew-cpu", "drafts-cpu", "linear-cpu", "parallel-cpu", "sampling-cpu", "tokenizers")
 
 
 def cache_with_natives(path: Path) -> Path:

@@ -187,7 +187,13 @@ def test_every_head_dim_cache_type_and_variant_gives_the_equation(
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    ("head_dim", "fp8"), [(64, False), (128, False), (128, True), (256, False), (256, True)], ids=str
+    ("head_dim", "fp8"),
+    [
+        *(pytest.param(*kind, marks=pytest.mark.exhaustive) for kind in ((64, False), (128, True), (256, False))),
+        (128, False),
+        (256, True),
+    ],
+    ids=str,
 )
 def test_devices_with_little_shared_memory(kernel_cache: Path, head_dim: int, fp8: bool, phase: str) -> None:
     """99 KiB a block, where most kinds need other tiles than on a Hopper: of a decode two stages, or two warps."""

@@ -46,6 +46,7 @@ def test_a_build_for_one_cpu_has_every_kernel_that_it_calls(widest: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # a minute of a compiler
 def test_a_library_for_this_cpu_multiplies_blocks_as_that_of_every_isa_does(
     linear_ops: LinearOps, native_cache: Path, tmp_path: Path
 ) -> None:

@@ -58,10 +58,15 @@ def expected(answer: Written) -> tuple[str, str, list[tuple[str, object]]]:
     return answer.content, answer.reasoning, list(answer.calls)
 
 
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> int:
+    return 200 if request.config.getoption("--exhaustive") else 50
+
+
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
-def test_streamed_arguments_joined_are_those_of_the_whole_answer(dialect: Dialect) -> None:
+def test_streamed_arguments_joined_are_those_of_the_whole_answer(dialect: Dialect, count: int) -> None:
     random_ = random.Random(dialect.name)
-    for answer in answers(dialect, 200, seed=3):
+    for answer in answers(dialect, count, seed=3):
         whole = texts_of(reader_of(dialect), answer.text)
         for pieces in ([answer.text], list(answer.text), many_pieces(answer.text, random_)):
             content, reasoning, calls, parts = streamed(reader_of(dialect, streams=True), pieces)
@@ -162,9 +167,9 @@ def splits(text: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
-def test_two_hundred_answers_are_read_back(dialect: Dialect) -> None:
+def test_many_answers_are_read_back(dialect: Dialect, count: int) -> None:
     random_ = random.Random(dialect.name)
-    for answer in answers(dialect, 200, seed=1):
+    for answer in answers(dialect, count, seed=1):
         for pieces in ([answer.text], list(answer.text), many_pieces(answer.text, random_)):
             assert read(reader_of(dialect), pieces) == expected(answer), pieces
 

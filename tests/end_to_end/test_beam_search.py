@@ -88,17 +88,23 @@ def assert_same(got: list[Found], want: list[Found]) -> None:
         assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], abs=1e-4, rel=3e-6)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+SEARCHES: list[tuple[int, float, bool | Literal["never"]]] = [
+    (2, 1.0, False),
+    (4, 1.0, False),
+    (6, 1.0, False),
+    (4, 1.0, True),
+    (4, 2.0, "never"),
+    (4, 0.0, "never"),
+    (3, -1.0, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("width", "penalty", "stopping"),
+    ("width", "penalty", "stopping", "ahead"),
     [
-        (2, 1.0, False),
-        (4, 1.0, False),
-        (6, 1.0, False),
-        (4, 1.0, True),
-        (4, 2.0, "never"),
-        (4, 0.0, "never"),
-        (3, -1.0, False),
+        pytest.param(*search, ahead, marks=pytest.mark.exhaustive if ahead and search[0] != 6 else ())
+        for search in SEARCHES
+        for ahead in (False, True)
     ],
 )
 def test_sequences_and_scores_are_those_of_transformers(

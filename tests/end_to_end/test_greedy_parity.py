@@ -69,16 +69,17 @@ def check(model: str, variant: Variant, oracle: GreedyOracle, max_len: int, coun
         assert llm.ready.distinct_pieces <= 5
 
 
+EVERY_WAY = ("Llama", "DeepseekV3")
+"""by default; what decides about steps does not know the family, and the table of models has most ways of each"""
+
+
 @pytest.fixture(scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GreedyOracle]:
     path = tmp_path_factory.mktemp(request.param)
     model = save_tiny(request.param, path)
-    prompts = prompt_ids(32, 700, model.config.vocab_size)
+    whole = request.config.getoption("exhaustive") or request.param in EVERY_WAY
+    prompts = prompt_ids(32 if whole else 12, 700, model.config.vocab_size)
     return str(path), GreedyOracle(model, prompts, COUNT)
-
-
-EVERY_WAY = ("Llama", "DeepseekV3")
-"""by default; what decides about steps does not know the family, and the table of models has most ways of each"""
 
 
 def tiny_cases() -> Iterator[Any]:

@@ -126,42 +126,57 @@ def test_parity(subject: Subject) -> None:
     subject.run()
 
 
+@pytest.fixture
+def some_families(subject: Subject, request: pytest.FixtureRequest) -> None:
+    """By default every second or third, each feature others: what decides about steps does not depend on the family,
+    and `test_family_parity.py` and `test_greedy_parity.py` have all of them."""
+    every, turn = _TURNS[request.node.name.partition("[")[0]]
+    if not request.config.getoption("exhaustive") and DECODERS.index(subject.family) % every != turn:
+        pytest.skip("of some families, unless --exhaustive")
+
+
+_TURNS = {
+    "test_chunked": (2, 0),
+    "test_prefix": (2, 1),
+    "test_preempt": (3, 0),
+    "test_swap": (3, 1),
+    "test_speculate": (3, 2),
+    "test_int8": (2, 0),
+}
+
+
+@pytest.mark.usefixtures("some_families")
 def test_chunked(subject: Subject) -> None:
     _, stats = subject.run(max_num_batched_tokens=16)
     assert stats.steps > sum(map(len, PROMPTS)) // 16
 
 
+@pytest.mark.usefixtures("some_families")
 def test_prefix(subject: Subject) -> None:
     outputs, _ = subject.run(rounds=2)
     assert sum(output.num_cached_tokens for output in outputs) >= 16 * len(PROMPTS)
 
 
-@pytest.fixture
-def every_third(subject: Subject, request: pytest.FixtureRequest) -> None:
-    """By default: who is preempted, and what happens to it, does not depend on the family."""
-    turn = 0 if "preempt" in request.node.name else 1
-    if not request.config.getoption("exhaustive") and DECODERS.index(subject.family) % 3 != turn:
-        pytest.skip("of every third family, unless --exhaustive")
-
-
-@pytest.mark.usefixtures("every_third")
+@pytest.mark.usefixtures("some_families")
 def test_preempt(subject: Subject) -> None:
     _, stats = subject.run(crowd=True, kv_cache_memory=subject.small_pool(), preemption="recompute")
     assert stats.preemptions > 0
 
 
-@pytest.mark.usefixtures("every_third")
+@pytest.mark.usefixtures("some_families")
 def test_swap(subject: Subject) -> None:
     pool = subject.small_pool()
     _, stats = subject.run(crowd=True, kv_cache_memory=pool, preemption="swap", swap_space=1 << 26)
     assert stats.preemptions_swapped > 0
 
 
+@pytest.mark.usefixtures("some_families")
 def test_speculate(subject: Subject) -> None:
     _, stats = subject.run(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
     assert stats.drafted_tokens > 0
 
 
+@pytest.mark.usefixtures("some_families")
 def test_int8(subject: Subject) -> None:
     """Prompts' log-probabilities: nearer to the float32 model's than those of a model whose layers say nothing."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -64,7 +64,9 @@ def base(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         "--compile",
         "none",
     ]
-    with serving(str(model), "--dtype", "float32", "--pinned-prefixes", str(file), *options) as url:
+    with serving(
+        str(model), "--dtype", "float32", "--compile", "none", "--pinned-prefixes", str(file), *options
+    ) as url:
         yield url
 
 
@@ -111,6 +113,16 @@ def test_a_file_that_says_nonsense_stops_the_start(model: Path, tmp_path: Path) 
     file.write_text('{"name": "a", "prompt": "Hello"}\n')
     with (
         pytest.raises(AssertionError, match="exited with 1"),
-        serving(str(model), "--dtype", "float32", "--pinned-prefixes", str(file), "--max-model-len", "256"),
+        serving(
+            str(model),
+            "--dtype",
+            "float32",
+            "--compile",
+            "none",
+            "--pinned-prefixes",
+            str(file),
+            "--max-model-len",
+            "256",
+        ),
     ):
         pass

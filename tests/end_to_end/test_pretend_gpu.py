@@ -34,16 +34,10 @@ QUICK = [
         for graphs in modes
     ),
     "mixed equals the CPU, piecewise",
-    "mixed on cuda",
     "mixed equals the CPU, with drafts",
-    "mixed equals the CPU, with draft_model",
     "mixed equals the CPU, with eagle3",
-    "mixed with drafts on cuda",
-    "40 requests of 1 to 6 samples on reference",
     "fp8 cache",
     "no hidden wait cuda graphs=both",
-    "no hidden wait flashinfer graphs=both",
-    "states: mixed equals the CPU, piecewise",
     "states: mixed equals the CPU, with drafts",
     "states: no hidden wait",
     "a hidden wait is found",
@@ -55,11 +49,17 @@ QUICK = [
     "chunks",
     "latents",
     "latents, with drafts",
-    "latents by the oracle",
     "packed",
     "experts of the library",
 ]
 EXHAUSTIVE = [
+    "mixed on cuda",
+    "mixed equals the CPU, with draft_model",
+    "mixed with drafts on cuda",
+    "40 requests of 1 to 6 samples on reference",
+    "no hidden wait flashinfer graphs=both",
+    "states: mixed equals the CPU, piecewise",
+    "latents by the oracle",
     "latents, eager",
     *(
         f"greedy flashinfer graphs={graphs} compile={_COMPILE[graphs]}"
