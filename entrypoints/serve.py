@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from entrypoints.options import FlexibleArgumentParser, add_engine_options, add_model, engine_args
 from entrypoints.router.run import add_role_options, check_role, serve_router
 from entrypoints.server.logs import logging_to_stderr
+from entrypoints.sources import add_config, parse_all
 from entrypoints.start import interrupts_raise
 
 MOST_LOGGED = 1 << 16
@@ -20,6 +22,7 @@ MOST_LOGGED = 1 << 16
 def build_parser() -> argparse.ArgumentParser:
     parser = FlexibleArgumentParser(prog="engine-serve", description="Serve a model with OpenAI's HTTP API.")
     add_model(parser)
+    add_config(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
     add_served_names(parser)
@@ -268,7 +271,7 @@ def _origins(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options = parse_all(parser, sys.argv[1:] if argv is None else argv, os.environ)
     _refuse_swallowed_model(parser, options)
     check_role(parser, options)
     if options.log_prompts and not options.log_requests and options.otlp_endpoint is None:

@@ -1,0 +1,110 @@
+"""Options of a door that do not stand on its command line: in a file (`--config`), and in the environment.
+
+The command line comes before the environment (`PAGELOOM_MAX_MODEL_LEN` for `--max-model-len`), that before the file,
+and that before the defaults. Options that may be given several times are joined. Everything becomes arguments that the
+parser reads as any others, so what is wrong is told in the same words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PREFIX = "PAGELOOM_"
+_OTHERS = frozenset({"config", "help", "version"})
+_MOST_BYTES = 1024 * 1024
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="options as YAML, as `max-model-len: 4096`, and `model`; the environment (PAGELOOM_MAX_MODEL_LEN=4096) "
+        "comes before it, and the command line before both",
+    )
+
+
+def parse_all(parser: argparse.ArgumentParser, given: Sequence[str], environment: Mapping[str, str]) -> Any:
+    """The parser's namespace; `given`: the command line. What is wrong ends the program as the parser does."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    file = finder.parse_known_args(given)[0].config
+    values, variables = {} if file is None else _read(parser, file), _of(parser, environment)
+    model = [each.pop("model") for each in (variables, values) if each.get("model") is not None]
+    arguments = [*_arguments(parser, values, str(file)), *_arguments(parser, variables, "environment")]
+    # Two parses: what the command line begins with is no further value of what stands before it.
+    options = parser.parse_args(given, parser.parse_args(arguments))
+    if model and options.model is None:
+        options.model = str(model[0])
+    return options
+
+
+def _read(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        found = yaml.safe_load(text) if len(text) <= _MOST_BYTES else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        parser.error(f"--config: cannot read {file}: {' '.join(str(error).split())}")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        parser.error(f"--config: {file} must hold names of options, each with its value")
+    return {name.replace("_", "-").removeprefix("--"): value for name, value in found.items()}
+
+
+def _of(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Variables that are named like an option. Others are not ours: of a service that is called pageloom, Kubernetes
+    tells every container PAGELOOM_PORT=tcp://… and the like."""
+    found: dict[str, Any] = {}
+    for variable, text in sorted(environment.items()):
+        name = variable.removeprefix(PREFIX).lower().replace("_", "-")
+        if variable.startswith(PREFIX) and _action(parser, name) is not None and "://" not in text[:6]:
+            found[name] = text
+    found.pop("api-key", None)  # who takes it removes it, too
+    return found
+
+
+def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    return None if name in _OTHERS else parser._option_string_actions.get(f"--{name}")
+
+
+def _arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: str) -> list[str]:
+    arguments: list[str] = []
+    for name, value in values.items():
+        action = _action(parser, name)
+        if action is None:
+            known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; is it {close[0]}?" if close else ""
+            parser.error(f"{source}: there is no option {name}{hint}")
+        if value is not None:
+            arguments += _spelled(parser, action, name, value, source)
+    return arguments
+
+
+def _spelled(parser: argparse.ArgumentParser, action: argparse.Action, name: str, value: Any, source: str) -> list[str]:
+    if action.nargs == 0:
+        wanted = _truth(value)
+        if wanted is None:
+            parser.error(f"{source}: {name} must be true or false, got {value!r}")
+        if wanted:
+            return [f"--{name}"]
+        return [f"--no-{name}"] if isinstance(action, argparse.BooleanOptionalAction) else []
+    several = value if isinstance(value, list) else [value]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in several]
+    if action.nargs in ("*", "+"):
+        return [f"--{name}", *texts]
+    if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+        texts = [json.dumps(value)]
+    return [f"--{name}={text}" for text in texts]
+
+
+def _truth(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower())
