@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_config(parser)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
+    parser.add_argument("--uds", type=Path, metavar="PATH", help="listen at this Unix socket, not at a host and port")
     add_served_names(parser)
     _add_keys(parser)
     parser.add_argument(
@@ -312,10 +313,9 @@ def _run(options: argparse.Namespace) -> int:
 
 async def _serve(options: argparse.Namespace) -> int:
     from engine import AsyncEngine
-    from entrypoints.server.run import listen, serve_engine
+    from entrypoints.server.run import listening, serve_engine
 
-    listener = listen(options.host, options.port)  # first: a taken port is told before the model is loaded
-    with listener:
+    with listening(options.host, options.port, options.uds) as listener:  # first: a taken port is told at once
         if options.role == "router":
             return await serve_router(options, listener)
         return await serve_engine(AsyncEngine(engine_args(options, options.model)), listener, options)

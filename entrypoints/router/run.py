@@ -38,6 +38,8 @@ def check_role(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
         missing = [f"--{name} URL" for name in _ROLES if not getattr(options, name)]
         if missing:
             parser.error(f"--role router needs {' and '.join(missing)}, too")
+        if options.uds is not None:
+            parser.error("--uds has no effect with --role router, which listens at a host and a port")
         if options.model is not None:
             parser.error("--role router serves no model of its own: leave it out")
         if options.api_key is not None or options.api_key_file is not None or options.keys is not None:

@@ -113,5 +113,7 @@ def signals_are_uvicorns() -> Iterator[None]:
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     host, port = listener.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -17,10 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 import uvloop
@@ -30,11 +31,13 @@ from engine import AsyncEngine
 from engine.errors import ConfigError, CoreDiedError, EngineError
 from entrypoints.server.app import create_app
 from entrypoints.server.before_start import check_options
+from entrypoints.server.certificate import Certificate
 from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.context import ServerSettings
 from entrypoints.server.ending import LAST_ERRORS_S, EndingServer, signals_are_uvicorns, url_of
 from entrypoints.server.keys import Keyring
 from entrypoints.server.prefixes import pin_file
+from entrypoints.server.supervisor import Supervisor
 
 logger = logging.getLogger("pageloom.server")
 
@@ -61,35 +64,74 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def listen_at(path: Path) -> socket.socket:
+    """A Unix socket, bound, not yet accepting. One that a server has left behind is taken. Raises `ConfigError`."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+                if other.connect_ex(str(path)) == 0:
+                    raise ConfigError(f"--uds: another server listens at {path}")
+            path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--uds: cannot listen at {path}: {error}") from error
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextmanager
+def listening(host: str, port: int, path: Path | None) -> Iterator[socket.socket]:
+    """At the Unix socket `path`, or else at a host and a port. Raises `ConfigError`."""
+    with listen(host, port) if path is None else listen_at(path) as listener:
+        try:
+            yield listener
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """As `asyncio.run`, on uvloop: a streamed token costs the front end about half as much."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
 
+class Watched(Protocol):
+    def look_again(self, now: float, anyway: bool = False) -> None: ...
+
+
 class Server(EndingServer):
     """Around one started engine."""
 
     def __init__(
-        self, config: uvicorn.Config, app: FastAPI, engine: AsyncEngine, grace_s: float, keyring: Keyring | None
+        self, config: uvicorn.Config, app: FastAPI, engine: AsyncEngine, grace_s: float, watched: Sequence[Watched]
     ) -> None:
+        """`watched`: files that are read again when they change, and on SIGHUP."""
         super().__init__(config, grace_s)
-        self._keyring = keyring
+        self._watched = watched
+        self._supervisor = Supervisor(os.environ, os.getpid())
         self._app = app
         self._engine = engine
         self.death: CoreDiedError | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        keyring = self._keyring
-        if keyring is None or not keyring.is_read_again or threading.current_thread() is not threading.main_thread():
+        if not self._watched or threading.current_thread() is not threading.main_thread():
             await super().serve(sockets)
             return
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, lambda: keyring.look_again(time.monotonic(), anyway=True))
+        loop.add_signal_handler(signal.SIGHUP, self._look_again, True)
         try:
             await super().serve(sockets)
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
+
+    def _look_again(self, anyway: bool = False) -> None:
+        for each in self._watched:
+            each.look_again(time.monotonic(), anyway)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -105,6 +147,7 @@ class Server(EndingServer):
             ready.attention_backend,
             ready.startup_seconds,
         )
+        self._supervisor.ready(f"serves {engine.served_name}")
         if engine.model.generates:
             params = engine.default_sampling_params()
             values = params.temperature, params.top_p, params.top_k
@@ -115,9 +158,10 @@ class Server(EndingServer):
         return self._engine.num_streams
 
     async def on_tick(self, counter: int) -> bool:
-        """Looks after signals, the core, the keys and the date in the headers; true ends the server."""
-        if self._keyring is not None:
-            self._keyring.look_again(time.monotonic())
+        """Looks after signals, the core, files, who supervises, and the date in the headers; true ends the server."""
+        self._look_again()
+        if self._supervisor.watches and self._engine.stalled() is None:
+            self._supervisor.alive()
         try:
             self._engine.check_health()
         except CoreDiedError as error:
@@ -127,6 +171,7 @@ class Server(EndingServer):
         return await super().on_tick(counter) or self.death is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._supervisor.stopping()
         self._app.state.draining = True
         self._app.state.sockets.drain()
         await super().shutdown(sockets)
@@ -155,7 +200,8 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
         for module in settings.lora_modules:
             await app.state.adapters.load(module)
         app.root_path = options.root_path.rstrip("/")
-        server = Server(_uvicorns_config(app, engine, options), app, engine, options.shutdown_timeout, keyring)
+        config = _uvicorns_config(app, engine, options)
+        server = Server(config, app, engine, options.shutdown_timeout, _watched(config, options, keyring))
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two tokens need not walk through it
         with signals_are_uvicorns():
@@ -197,6 +243,14 @@ def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namesp
         access_log=options.log_level == "debug",
         timeout_keep_alive=cast(int, limits.keep_alive_s),
     )
+
+
+def _watched(config: uvicorn.Config, options: argparse.Namespace, keyring: Keyring | None) -> list[Watched]:
+    watched: list[Watched] = [] if keyring is None or not keyring.is_read_again else [keyring]
+    config.load()
+    if config.ssl is not None:
+        watched.append(Certificate(config.ssl, options.ssl_certfile, options.ssl_keyfile))
+    return watched
 
 
 @contextmanager

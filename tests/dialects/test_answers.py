@@ -58,11 +58,6 @@ def expected(answer: Written) -> tuple[str, str, list[tuple[str, object]]]:
     return answer.content, answer.reasoning, list(answer.calls)
 
 
-@pytest.fixture
-def count(request: pytest.FixtureRequest) -> int:
-    return 200 if request.config.getoption("--exhaustive") else 50
-
-
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
 def test_streamed_arguments_joined_are_those_of_the_whole_answer(dialect: Dialect, count: int) -> None:
     random_ = random.Random(dialect.name)
@@ -175,9 +170,8 @@ def test_many_answers_are_read_back(dialect: Dialect, count: int) -> None:
 
 
 @pytest.mark.parametrize("dialect", EVERY, ids=lambda each: each.name)
-def test_every_split_of_an_answer_reads_the_same(dialect: Dialect, request: pytest.FixtureRequest) -> None:
-    count = 200 if request.config.getoption("--exhaustive") else 5
-    for answer in answers(dialect, count, seed=2):
+def test_every_split_of_an_answer_reads_the_same(dialect: Dialect, count: int) -> None:
+    for answer in answers(dialect, count if count == 200 else 5, seed=2):
         for pieces in splits(answer.text):
             assert read(reader_of(dialect), pieces) == expected(answer), pieces
 

@@ -299,7 +299,7 @@ def main() -> int:
     """Serve for real, to be ended by signals."""
     from entrypoints.serve import build_parser
     from entrypoints.server.logs import logging_to_stderr
-    from entrypoints.server.run import listen, serve_engine
+    from entrypoints.server.run import listening, serve_engine
 
     model, port, *settings = sys.argv[1:]
     server = Server(Path(model))
@@ -322,7 +322,7 @@ def main() -> int:
 
     async def run() -> int:
         script.answer = [20] * 200
-        with listen("127.0.0.1", int(port)) as listener:
+        with listening("127.0.0.1", int(port), options.uds) as listener:
             print("listening", listener.getsockname()[1], flush=True)
             return await serve_engine(server.engine, listener, options)
 
