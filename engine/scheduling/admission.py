@@ -3,10 +3,8 @@ one does not fit. Nobody is preempted for them."""
 
 from __future__ import annotations
 
-import time
-
 from engine.config import SchedulerConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, QueueFullError
 from engine.kv_cache.prefix import PrefixHit
 from engine.kv_cache.sequence_blocks import NO_GROWTH
 from engine.kv_cache.swapping import blocks_to_go_on
@@ -36,6 +34,12 @@ class Admission:
                 went_on = self._swap_in(draft, seq) if seq.blocks.on_host else self._start_if_room(draft, seq)
             if not went_on and (self._running or not self._held.leases.give_way()):
                 return
+
+    def late(self) -> tuple[Sequence, QueueFullError] | None:
+        """The first that waits, where it could not be served in time any more: it is to end, holding nothing yet."""
+        seq = self._waiting.first()
+        error = None if seq is None else self._expected.is_late(seq)
+        return None if seq is None or error is None else (seq, error)
 
     def make_way(self) -> None:
         """Where the policy is fair: a tenant that waits, and runs less for its weight than another one will without its
@@ -157,7 +161,7 @@ class Admission:
         self._held.let_go_of_landed(seq)
         self._waiting.pop()
         if seq.cached_tokens is None:
-            seq.cached_tokens, seq.started_at = hit.num_tokens, time.monotonic()
+            seq.cached_tokens, seq.started_at = hit.num_tokens, self._expected.clock()
             self.prompt_tokens += seq.prompt_len
             self._expected.started(seq.prompt_len)
             if self._held.fair is not None:

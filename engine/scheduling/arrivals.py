@@ -113,6 +113,8 @@ class Arrivals:
         blocks = self._held.kv.open(request.cache_salt, request.adapter_key)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
         seq.adapter = request.lora_request
+        if request.deadline_s is not None:
+            seq.deadline = self._expected.clock() + request.deadline_s
         if self._held.fair is not None:
             self._held.fair.join(seq, request.tenant)
         self._number += 1

@@ -6,39 +6,77 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 
 from engine.core.wire import AddRequest
 from engine.errors import QueueFullError
 from engine.request import Tenant
 from engine.scheduling.fair_queue import FairQueue
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.waiting_queue import WaitingQueue
 from engine.step_costs import StepCosts
 
 _WINDOW_S = 0.5
 """over which is seen how fast prompts are taken up, while some wait"""
 _MEMORY = 0.8
-"""weight of the past in running means"""
+"""weight of the past in the running mean of that"""
+_REMEMBERED_S = _WINDOW_S / (1 - _MEMORY)
+_MISSES = 0.025
+"""of those that are let in, how many may turn out too late"""
+_STEP = 0.04
+"""by which the margin grows with each of them"""
+_LEAST, _MOST = 1.0, 3.0
 _ANSWER_MEMORY = 0.98
+"""and of what sequences were"""
+_FEWEST_TOKENS = 4
+"""of an answer that tells how long a token takes"""
+
+
+class _Running:
+    """A mean that forgets, and how far values are from it."""
+
+    def __init__(self) -> None:
+        self.mean = self._square = 0.0
+
+    def add(self, value: float) -> None:
+        weight = _ANSWER_MEMORY if self.mean else 0.0
+        self.mean = weight * self.mean + (1 - weight) * value
+        self._square = weight * self._square + (1 - weight) * value**2
+
+    @property
+    def high(self) -> float:
+        """A standard deviation above the mean."""
+        return self.mean + math.sqrt(max(self._square - self.mean**2, 0.0))
 
 
 class Expected:
-    def __init__(self, waiting: WaitingQueue, costs: StepCosts, clock: Callable[[], float] = time.monotonic) -> None:
-        self._waiting, self._costs, self._clock = waiting, costs, clock
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        running: Sequences[Sequence],
+        costs: StepCosts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._waiting, self._running, self._costs, self.clock = waiting, running, costs, clock
         self._rate = 0.0
         """tokens of prompts that were taken up in a second; 0: nobody had to wait yet"""
         self._since: float | None = None
         self._taken = 0
-        self._answer, self._square = 0.0, 0.0
-        """running means of answers' lengths, and of their squares"""
+        self._answer = _Running()
+        """tokens"""
+        self._token_s = _Running()
+        """seconds of one of them, from when its sequence was taken up to its end"""
+        self._margin = 1.25
+        """over what is expected of who comes: so large that few of those that are let in turn out too late"""
 
     def queued(self) -> None:
         """A request waits."""
         if self._since is None:
-            self._since, self._taken = self._clock(), 0
+            self._since, self._taken = self.clock(), 0
 
     def started(self, prompt_tokens: int) -> None:
         """A request was taken up."""
-        now = self._clock()
+        now = self.clock()
         if self._since is not None:
             self._taken += prompt_tokens
             if now - self._since >= _WINDOW_S:
@@ -50,35 +88,61 @@ class Expected:
         elif self._since is None:
             self._since, self._taken = now, 0
 
-    def ended(self, answer_tokens: int) -> None:
-        """A sequence has ended by itself."""
-        weight = _ANSWER_MEMORY if self._answer else 0.0
-        self._answer = weight * self._answer + (1 - weight) * answer_tokens
-        self._square = weight * self._square + (1 - weight) * answer_tokens**2
+    def ended(self, seq: Sequence, by_itself: bool) -> None:
+        """Of one that was broken off it is known that it would have been longer."""
+        if seq.deadline is not None and (by_itself or self.clock() >= seq.deadline):
+            self._learn(self.clock() <= seq.deadline)
+        tokens = len(seq.tokens) - seq.prompt_len
+        if seq.params.pooling is not None or seq.started_at is None:
+            return
+        if by_itself or tokens > self._answer.mean:
+            self._answer.add(tokens)
+        if tokens >= _FEWEST_TOKENS:
+            self._token_s.add((self.clock() - seq.started_at) / tokens)
 
     def check(self, request: AddRequest) -> None:
         """Raises `QueueFullError` where its deadline cannot be kept."""
         if request.deadline_s is None:
             return
-        seconds = self.seconds(request)
+        seconds = self._margin * self.seconds(request)
         if seconds > request.deadline_s:
-            message = f"{request.deadline_s:.3g} s are too short: by what waits, this would take {seconds:.3g} s"
-            raise QueueFullError(message, seconds - request.deadline_s)
+            raise too_short(request.deadline_s, seconds)
+
+    def is_late(self, seq: Sequence) -> QueueFullError | None:
+        """One that has not begun, and could not end in time if it did now."""
+        if seq.deadline is None or seq.cached_tokens is not None:
+            return None
+        left, seconds = seq.deadline - self.clock(), self._service_s(seq.prompt_len, seq.max_total - seq.prompt_len)
+        if seconds <= left:
+            return None
+        self._learn(False)
+        return too_short(left, seconds)
+
+    def _learn(self, kept: bool) -> None:
+        """One that was let in has kept its deadline, or has not."""
+        change = 1 - _STEP * _MISSES / (1 - _MISSES) if kept else 1 + _STEP
+        self._margin = min(max(self._margin * change, _LEAST), _MOST)
 
     def seconds(self, request: AddRequest) -> float:
-        """Until its end, as far as is known; answers are as long as others' were, and a standard deviation longer."""
-        prompt_s = len(request.prompt_token_ids) * self._costs.prompt_token_s
-        spread = math.sqrt(max(self._square - self._answer**2, 0.0))
-        answer = min(request.max_tokens, self._answer + spread)
-        return self._wait_s(request) + prompt_s + answer * self._costs.decode_s
+        """Until its end, as far as is known."""
+        return self._wait_s(request) + self._service_s(len(request.prompt_token_ids), request.max_tokens)
+
+    def _service_s(self, prompt: int, most: int) -> float:
+        """Answers are as long as others' were, or a little longer, and take as long."""
+        token_s = self._token_s.high or self._costs.decode_s
+        return prompt * self._costs.prompt_token_s + min(most, self._answer.high) * token_s
 
     def _wait_s(self, request: AddRequest) -> float:
         first = self._waiting.first()
         if first is None or request.priority < first.key[0]:
             return 0.0
         rate = self._rate
-        if self._since is not None and (passed := self._clock() - self._since) > _WINDOW_S:  # nobody for so long
-            rate = min(rate or math.inf, max(self._taken, 1) / passed)
+        if self._since is not None and (passed := self.clock() - self._since) > _WINDOW_S:  # few for so long
+            rate = min(rate, (_REMEMBERED_S * rate + self._taken) / (_REMEMBERED_S + passed))
+            rate = rate or max(self._taken, first.prompt_len) / passed
+        service_s = self._answer.mean * self._token_s.mean
+        if rate and service_s:  # whoever runs will leave
+            rate = max(rate, sum(seq.prompt_len for seq in self._running) / service_s)
         return self._before(request.tenant) / rate if rate else 0.0
 
     def _before(self, tenant: Tenant) -> float:
@@ -87,3 +151,8 @@ class Expected:
         if isinstance(waiting, FairQueue):
             return min(waiting.tokens_of(tenant) / waiting.share_of(tenant), waiting.num_tokens)
         return waiting.num_tokens
+
+
+def too_short(left: float, seconds: float) -> QueueFullError:
+    message = f"{max(left, 0.0):.3g} s are too short: by what waits and runs, this would take {seconds:.3g} s"
+    return QueueFullError(message, seconds - left)

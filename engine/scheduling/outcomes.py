@@ -199,8 +199,7 @@ class Outcomes:
             if finish_reason is not None:
                 if seq.hands_over:
                     handed_over = self._held.leases.offer(seq.request_id, seq.tokens)
-                if seq.params.pooling is None:
-                    self._expected.ended(len(seq.tokens) - seq.prompt_len)
+                self._expected.ended(seq, by_itself=True)
                 self._held.end(seq)
                 break
         self.generated_tokens += len(delivered)

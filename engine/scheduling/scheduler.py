@@ -11,7 +11,8 @@ not fit, and a context's length matters only when its row starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from engine.adapters.interface import AdapterLoader
 from engine.adapters.request import LoRARequest
@@ -57,6 +58,7 @@ class Scheduler:
         exact: bool = False,
         connector: Connector | None = None,
         adapters: AdapterLoader | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`swap_block_s`: seconds that a block takes to the host tier and back. `exact`: nothing is planned of a
         sequence before it is known how many of its drafts were right. `connector`: to other engines, if any.
@@ -72,16 +74,18 @@ class Scheduler:
         fair = FairQueue() if config.policy == "fair" else None
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
-        expected = Expected(self._held.waiting, self._costs)
-        self._outcomes = Outcomes(self._held, self._speculation, expected)
+        self._running = self._held.running
+        self._expected = Expected(self._held.waiting, self._running, self._costs, clock)
+        self._outcomes = Outcomes(self._held, self._speculation, self._expected)
         self._live, self._waiting = self._held.live, self._held.waiting
-        self._rows, self._running = self._held.rows, self._held.running
+        self._rows = self._held.rows
         self._constrained = Constrained(self._held, self._steps, grammars, self._adapted)
         self._fetches = Fetches(self._held, self._steps, connector)
-        self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches, self._adapted, expected)
+        self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches, self._adapted, self._expected)
         self._num_steps = 0
+        self._late: list[SequenceDelta] = []
         self._placement = Placement(self._held)
-        self._admission = Admission(config, self._held, self._placement, expected)
+        self._admission = Admission(config, self._held, self._placement, self._expected)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -96,14 +100,16 @@ class Scheduler:
         for request_id in request_ids:
             seq = self._live.get(request_id)
             if seq is not None:
+                self._expected.ended(seq, by_itself=False)
                 self._held.end(seq)
                 ended = [request_id] if seq.group is None else seq.group.request_ids
                 deltas += [SequenceDelta(request_id=each, finish_reason="abort") for each in ended]
         return deltas
 
     def end_failed(self) -> list[SequenceDelta]:
-        """End the requests of which anything failed since the last call. To be called behind every `plan`."""
-        deltas: list[SequenceDelta] = []
+        """End the requests of which anything failed since the last call, and tell of those that have become too late to
+        begin. To be called behind every `plan`."""
+        deltas, self._late = self._late, []
         for seq, reason, kind in self._held.failures.take():
             if seq.status is not Status.FINISHED:
                 deltas += self._end_with_error(seq, reason, kind)
@@ -140,9 +146,13 @@ class Scheduler:
             return []
         return self._end_with_error(self._live[request_id], "it waited for its turn for too long", "queue_full")
 
-    def _end_with_error(self, seq: Sequence, reason: str, kind: str) -> list[SequenceDelta]:
-        ended = self._held.end_request(seq)
-        return [SequenceDelta(request_id=i, finish_reason="error", error=reason, error_kind=kind) for i in ended]
+    def _end_with_error(self, seq: Sequence, reason: str, kind: str, retry_after_s: float = 1.0) -> list[SequenceDelta]:
+        return [
+            SequenceDelta(
+                request_id=each, finish_reason="error", error=reason, error_kind=kind, retry_after_s=retry_after_s
+            )
+            for each in self._held.end_request(seq)
+        ]
 
     # -- planning ----------------------------------------------------------------------------------------------------
 
@@ -152,6 +162,8 @@ class Scheduler:
             if self._steps:
                 return None
             self._adapted.go_on()
+        while (late := self._admission.late()) is not None:
+            self._late += self._end_with_error(late[0], str(late[1]), "queue_full", late[1].retry_after_s)
         for samples in self._adapted.take_ready():
             self._constrained.place(samples)
         while True:

@@ -48,7 +48,7 @@ class Server:
 
     def __init__(self, rows: int, queue: WaitingQueue) -> None:
         self.now, self.queue = 1000.0, queue
-        self.expected = Expected(queue, _costs(), lambda: self.now)
+        self.expected = Expected(queue, [], _costs(), lambda: self.now)
         self.busy = [0.0] * rows
         self.started: dict[int, float] = {}
         self.number = 0
@@ -74,7 +74,10 @@ class Server:
                 first.cached_tokens = 0
                 self.queue.started(first, first.prompt_len)
             self.expected.started(first.prompt_len)
-            self.expected.ended(int(answer))
+            done = Sequence("x", RowParams(seed=0), [1], (0, 0), 10**6, first.blocks)
+            done.tokens += [1] * int(answer)
+            done.started_at = self.now - answer * DECODE_S
+            self.expected.ended(done, by_itself=True)
             self.started[int(first.request_id)] = self.now
         self.now = max(self.now, until)
 
@@ -109,8 +112,8 @@ def test_who_cannot_be_in_time_is_refused_and_told_when_to_ask_again() -> None:
     for _ in range(60):
         server.arrive(100)
         server.go_on(server.now + 0.1)
-    wait = server.expected.seconds(_request(100))
-    assert 10 < wait < 30
+    wait = server.expected._margin * server.expected.seconds(_request(100))
+    assert 10 < wait < 40 and 1 < server.expected._margin < 2
     server.expected.check(_request(100))
     server.expected.check(_request(100, deadline_s=wait + 1))
     with pytest.raises(QueueFullError, match="too short") as error:
@@ -126,6 +129,18 @@ def test_of_a_flood_that_waits_another_tenant_waits_for_its_share_alone() -> Non
         server.go_on(server.now + 0.1)
     assert server.expected.seconds(_request(100, tenant="flood")) > 10
     assert server.expected.seconds(_request(100, tenant="honest")) < 2
+
+
+@pytest.mark.parametrize(("kept", "limit"), [(True, 1.0), (False, 3.0)])
+def test_the_margin_follows_what_became_of_those_that_were_let_in(kept: bool, limit: float) -> None:
+    expected = Server(2, WaitingQueue()).expected
+    for _ in range(2000):
+        expected._learn(kept)
+    assert expected._margin == limit
+    expected._margin = 1.5
+    for number in range(40 * 50):
+        expected._learn(number % 40 != 0)
+    assert expected._margin == pytest.approx(1.5, rel=0.1), "one of forty is what is wanted"
 
 
 def test_who_waits_for_rows_that_nobody_leaves_is_told_so() -> None:
@@ -151,7 +166,7 @@ def test_the_scheduler_refuses_it_and_takes_nothing() -> None:
     expected = loop.scheduler._admission._expected
     expected._rate = 10.0
     with pytest.raises(QueueFullError):
-        loop.scheduler.add(_request(4, deadline_s=0.5))
+        loop.scheduler.add(_request(4, deadline_s=1e-9))
     loop.scheduler.add(_request(4, deadline_s=1e6))
     loop.scheduler.abort(["x"])
     loop.run()
