@@ -69,12 +69,13 @@ class Stream:
         self._news = False
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._is_late = False
+        self._is_late = self._gave_late = False
         left = None if deadline is None else deadline - time.monotonic()
         self._timer = None if left is None else self._loop.call_later(left, self._be_late)
         serving.streams[admitted.request_id] = self
 
     def _be_late(self) -> None:
+        """What there is by the next call may still be had; then it ends."""
         self._is_late = True
         self.tell()
 
@@ -100,7 +101,8 @@ class Stream:
             if error is not None:
                 raise error
             # What arrived before the core died is worth having; the news of its death is not lost.
-            output = processor.take(name)
+            output = None if self._gave_late else processor.take(name)
+            self._gave_late = self._is_late
             if output is None:
                 if self._is_late:
                     raise DeadlineError("the time is over that the request was given")

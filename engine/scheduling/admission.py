@@ -43,14 +43,15 @@ class Admission:
 
     def make_way(self) -> None:
         """Where the policy is fair: a tenant that waits, and runs less for its weight than another one will without its
-        last sequence, does not wait until that one ends. Nobody is preempted for less: none of them comes back so."""
+        last sequence, and was given less, does not wait until that one ends. Who is preempted comes back behind it."""
         seq = self._waiting.first() if self._held.fair is not None else None
         while seq is not None and self._running and self._lacks_room(seq):
-            last = self._held.last
+            last = self._held.last_of_most(seq.key[0])
+            if last is None or seq.account is None or last.account is None:
+                return
             own, other, fewer = seq.account, last.account, len(self._held.with_siblings(last))
-            assert own is not None and other is not None
             wanted = (own.rows + _rows_of(seq)) / own.weight
-            if own is other or last.key[0] < seq.key[0] or (other.rows - fewer) / other.weight < wanted:
+            if other.served <= own.served or (other.rows - fewer) / other.weight < wanted:
                 return
             self._held.preempt(last, {})
             seq = self._waiting.first()

@@ -102,17 +102,17 @@ class Arrivals:
         return None
 
     def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
+        self._expected.queued()
         if request.grammar is not None and start is None:
             self._constrained.prepare(request.grammar, samples)
         else:
             self._constrained.queue(samples, start)
-        self._expected.queued()
 
     def _open(self, request: AddRequest, request_id: str, params: RowParams, max_total: int) -> Sequence:
         key = (0 if self._config.policy == "fcfs" else request.priority, self._number)
         blocks = self._held.kv.open(request.cache_salt, request.adapter_key)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
-        seq.adapter = request.lora_request
+        seq.adapter, seq.tenant = request.lora_request, request.tenant.name
         if request.deadline_s is not None:
             seq.deadline = self._expected.clock() + request.deadline_s
         if self._held.fair is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 
@@ -26,8 +27,14 @@ _MISSES = 0.025
 _STEP = 0.04
 """by which the margin grows with each of them"""
 _LEAST, _MOST = 1.0, 3.0
-_ANSWER_MEMORY = 0.98
+_ANSWER_MEMORY = 0.95
 """and of what sequences were"""
+_MOST_TIMES = 4.0
+"""what one may be of the mean, as far as is learnt from it"""
+_MOST_TENANTS = 1024
+"""whose answers are known apart"""
+_NEAR_S = 0.05
+"""before its deadline: what ends then was not in time"""
 _FEWEST_TOKENS = 4
 """of an answer that tells how long a token takes"""
 
@@ -40,13 +47,14 @@ class _Running:
 
     def add(self, value: float) -> None:
         weight = _ANSWER_MEMORY if self.mean else 0.0
+        value = min(value, _MOST_TIMES * self.mean or value)  # one that stood still says little of others
         self.mean = weight * self.mean + (1 - weight) * value
         self._square = weight * self._square + (1 - weight) * value**2
 
     @property
     def high(self) -> float:
-        """A standard deviation above the mean."""
-        return self.mean + math.sqrt(max(self._square - self.mean**2, 0.0))
+        """A standard deviation above the mean, or twice that: what is long past stays longest in squares."""
+        return self.mean + min(math.sqrt(max(self._square - self.mean**2, 0.0)), self.mean)
 
 
 class Expected:
@@ -62,16 +70,18 @@ class Expected:
         """tokens of prompts that were taken up in a second; 0: nobody had to wait yet"""
         self._since: float | None = None
         self._taken = 0
+        self._answers: OrderedDict[str, _Running] = OrderedDict()
+        """tokens, by the tenants' names: nobody's long answers make others' deadlines too short"""
         self._answer = _Running()
-        """tokens"""
+        """of all: for who is new"""
         self._token_s = _Running()
         """seconds of one of them, from when its sequence was taken up to its end"""
         self._margin = 1.25
         """over what is expected of who comes: so large that few of those that are let in turn out too late"""
 
     def queued(self) -> None:
-        """A request waits."""
-        if self._since is None:
+        """A request is about to wait."""
+        if self._since is None or not len(self._waiting):
             self._since, self._taken = self.clock(), 0
 
     def started(self, prompt_tokens: int) -> None:
@@ -90,19 +100,28 @@ class Expected:
 
     def ended(self, seq: Sequence, by_itself: bool) -> None:
         """Of one that was broken off it is known that it would have been longer."""
-        if seq.deadline is not None and (by_itself or self.clock() >= seq.deadline):
-            self._learn(self.clock() <= seq.deadline)
+        if seq.deadline is not None:
+            self._learn(self.clock() < seq.deadline - _NEAR_S)
         tokens = len(seq.tokens) - seq.prompt_len
-        if seq.params.pooling is not None or seq.started_at is None:
+        if seq.params.pooling is not None or seq.group is not None or seq.started_at is None:
             return
-        if by_itself or tokens > self._answer.mean:
+        answers = self._of(seq.tenant)
+        if by_itself or tokens > answers.mean:
+            answers.add(tokens)
             self._answer.add(tokens)
-        if tokens >= _FEWEST_TOKENS:
+        if tokens >= _FEWEST_TOKENS and not seq.interrupted:
             self._token_s.add((self.clock() - seq.started_at) / tokens)
+
+    def _of(self, tenant: str) -> _Running:
+        found = self._answers.setdefault(tenant, _Running())
+        self._answers.move_to_end(tenant)
+        if len(self._answers) > _MOST_TENANTS:
+            self._answers.popitem(last=False)
+        return found
 
     def check(self, request: AddRequest) -> None:
         """Raises `QueueFullError` where its deadline cannot be kept."""
-        if request.deadline_s is None:
+        if request.deadline_s is None or self._is_idle(0):
             return
         seconds = self._margin * self.seconds(request)
         if seconds > request.deadline_s:
@@ -110,13 +129,18 @@ class Expected:
 
     def is_late(self, seq: Sequence) -> QueueFullError | None:
         """One that has not begun, and could not end in time if it did now."""
-        if seq.deadline is None or seq.cached_tokens is not None:
+        if seq.deadline is None or seq.cached_tokens is not None or self._is_idle(1):
             return None
-        left, seconds = seq.deadline - self.clock(), self._service_s(seq.prompt_len, seq.max_total - seq.prompt_len)
+        left = seq.deadline - self.clock()
+        seconds = self._service_s(seq.tenant, seq.prompt_len, seq.max_total - seq.prompt_len)
         if seconds <= left:
             return None
         self._learn(False)
         return too_short(left, seconds)
+
+    def _is_idle(self, waiting: int) -> bool:
+        """Nothing runs, and no more than that waits: whoever comes is served at once, and shows how long that takes."""
+        return not self._running and len(self._waiting) <= waiting
 
     def _learn(self, kept: bool) -> None:
         """One that was let in has kept its deadline, or has not."""
@@ -125,12 +149,14 @@ class Expected:
 
     def seconds(self, request: AddRequest) -> float:
         """Until its end, as far as is known."""
-        return self._wait_s(request) + self._service_s(len(request.prompt_token_ids), request.max_tokens)
+        service_s = self._service_s(request.tenant.name, len(request.prompt_token_ids), request.max_tokens)
+        return self._wait_s(request) + service_s
 
-    def _service_s(self, prompt: int, most: int) -> float:
-        """Answers are as long as others' were, or a little longer, and take as long."""
+    def _service_s(self, tenant: str, prompt: int, most: int) -> float:
+        """The tenant's answers are as long as those before, or a little longer, and take as long."""
+        answers = self._answers.get(tenant, self._answer)
         token_s = self._token_s.high or self._costs.decode_s
-        return prompt * self._costs.prompt_token_s + min(most, self._answer.high) * token_s
+        return prompt * self._costs.prompt_token_s + min(most, answers.high) * token_s
 
     def _wait_s(self, request: AddRequest) -> float:
         first = self._waiting.first()

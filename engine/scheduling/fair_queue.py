@@ -93,9 +93,9 @@ class FairQueue(WaitingQueue):
         assert account is not None
         queue = self._queues.get(account)
         if queue is None:
-            if seq.cached_tokens is None:  # nobody has saved up what he did not ask for
-                others = (each.served for each in self._queues)
-                account.served = max(account.served, min(others, default=self._latest.served))
+            # Nobody has saved up what he did not ask for.
+            others = (each.served for each in self._queues)
+            account.served = max(account.served, min(others, default=self._latest.served))
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)
         self._waiting += 1

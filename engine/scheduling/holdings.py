@@ -81,7 +81,12 @@ class Holdings:
         """Of those that run, who is preempted first."""
         if self.fair is None:
             return self.running[-1]
-        return max(self.running, key=lambda seq: (seq.key[0], seq.account.share if seq.account else 0.0, seq.key[1]))
+        return max(self.running, key=lambda seq: (seq.key[0], _share(seq), seq.key[1]))
+
+    def last_of_most(self, priority: int) -> Sequence | None:
+        """The last one of the tenant that runs most for its weight, of those that are no more urgent."""
+        some = (seq for seq in self.running if seq.key[0] >= priority)
+        return max(some, key=lambda seq: (_share(seq), seq.key), default=None)
 
     def with_siblings(self, latest: Sequence) -> list[Sequence]:
         """Those that are preempted with it."""
@@ -106,6 +111,7 @@ class Holdings:
             for seq in victims:
                 self.failures.note(seq, error)
         for seq in victims:
+            seq.interrupted = True
             self.rows.leave(seq)
             if seq.hands_over:  # or what is kept of it could be what it has to wait for
                 self.leases.drop(seq.request_id)
@@ -227,3 +233,7 @@ class Holdings:
         if self.fair is not None:
             self.fair.leave(seq)
         self.kv.free(seq.blocks)  # on the host, if anywhere
+
+
+def _share(seq: Sequence) -> float:
+    return 0.0 if seq.account is None else seq.account.share

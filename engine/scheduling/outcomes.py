@@ -148,6 +148,7 @@ class Outcomes:
             return []
         deltas = group.results(group.members[0])
         self.generated_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self._expected.ended(group.members[0], by_itself=True)
         self._held.end(group.members[0])
         return deltas
 
@@ -165,6 +166,7 @@ class Outcomes:
             return [delta] if prompt_logprobs else []
         pooled, end = result.pooled.of_row(row.row).tobytes(), "stop" if tokens else None
         if tokens:  # nothing is generated: that was its last part
+            self._expected.ended(seq, by_itself=True)
             self._held.end(seq)
         return [replace(delta, pooled=pooled, pooled_from=row.computed, finish_reason=end)] if pooled else []
 

@@ -60,6 +60,10 @@ class Sequence:
     """when that was (`SequenceDelta.started_at`)"""
     next_prompt_logprob: int = 1
     """first prompt position whose log-probability has not been delivered (position 0 has none)"""
+    tenant: str = ""
+    """whose it is, by name"""
+    interrupted: bool = False
+    """it was preempted"""
     deadline: float | None = None
     """when it is to have ended, on the scheduler's clock"""
     max_blocks: int = 0

@@ -13,6 +13,7 @@ from entrypoints.server.error_shape import error_body
 from entrypoints.server.errors import describe, error_response
 from entrypoints.server.keys import CLIENT, Client, Keyring
 from entrypoints.server.load import COUNTED
+from entrypoints.server.paths import route_path
 from entrypoints.server.quotas import RateLimitedError
 from entrypoints.server.request_ids import add_header, request_id_of
 from entrypoints.server.scopes import scope_of
@@ -34,7 +35,7 @@ class ApiKeyGuard:
         self._app, self._keyring, self._open = app, keyring, OPEN_PATHS | unguarded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] in self._open:
+        if scope["type"] not in ("http", "websocket") or route_path(scope) in self._open:
             await self._app(scope, receive, send)
             return
         client = self._client(scope)
@@ -42,7 +43,7 @@ class ApiKeyGuard:
             body = error_body("missing or wrong API key", "authentication_error", None, "invalid_api_key")
             await error_response(scope, 401, body, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
-        needed = scope_of(scope["path"])
+        needed = scope_of(route_path(scope))
         if needed is not None and needed not in client.scopes:
             body = error_body(f"this key lacks the scope {needed!r}", "permission_error", None, "insufficient_scope")
             await error_response(scope, 403, body)(scope, receive, send)
@@ -55,7 +56,7 @@ class ApiKeyGuard:
 
     async def _admitted(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
         """Turns of a WebSocket are counted by who takes them."""
-        if scope["type"] != "http" or scope["path"] not in COUNTED:
+        if scope["type"] != "http" or route_path(scope) not in COUNTED:
             await self._app(scope, receive, send)
             return
         try:

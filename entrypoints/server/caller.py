@@ -15,6 +15,8 @@ class Caller(NamedTuple):
     """names in lower case"""
     watched: set[str]
     """what the engine was asked for on its behalf"""
+    arrived: float
+    """on `time.monotonic`'s clock"""
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)

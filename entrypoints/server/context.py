@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
@@ -200,11 +201,15 @@ class ServerContext:
         return stream
 
     def _timeout_s(self) -> float | None:
-        """The caller's header, or what whoever serves has set. Raises `InvalidRequestError`."""
+        """What is left of the caller's header, or of what whoever serves has set. Raises `InvalidRequestError`."""
         caller = CALLER.get()
-        given = [] if caller is None else [value for name, value in caller.headers if name == TIMEOUT_HEADER.encode()]
-        if not given:
+        if caller is None:
             return self.settings.default_timeout
+        passed = time.monotonic() - caller.arrived
+        given = [value for name, value in caller.headers if name == TIMEOUT_HEADER.encode()]
+        if not given:
+            default = self.settings.default_timeout
+            return None if default is None else default - passed
         try:
             seconds = float(given[-1])
         except ValueError:
@@ -213,13 +218,16 @@ class ServerContext:
             raise InvalidRequestError(
                 f"{TIMEOUT_HEADER} must be a number of seconds above 0 and up to {MOST_TIMEOUT_S}", TIMEOUT_HEADER
             )
-        return seconds
+        return seconds - passed
 
     def _share(self, body: Queued) -> tuple[str | None, Tenant]:
         """The salt of its prefixes, and whose share of the engine it takes."""
         client = CLIENT.get()
         if client is None:
             return body.cache_salt, NOBODY
+        if body.priority < client.priority_from:
+            message = f"priority: this key may ask for {client.priority_from} or what is less urgent"
+            raise InvalidRequestError(message, "priority")
         self.engine.config.limits.check("cache_salt_chars", len(body.cache_salt or ""), "cache_salt")
         return client.cache_salt(body.cache_salt), client.tenant
 

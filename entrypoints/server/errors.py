@@ -26,6 +26,7 @@ from entrypoints.server.error_shape import ErrorBody, error_body
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
 from entrypoints.server.not_served import why_not_served
 from entrypoints.server.ollama_api.errors import in_ollamas_words, is_ollamas
+from entrypoints.server.paths import route_path
 from entrypoints.server.quotas import RateLimitedError
 from entrypoints.server.request_ids import request_id_of
 
@@ -103,9 +104,10 @@ def error_response(
 ) -> JSONResponse:
     """In the words of the API that was asked."""
     scope[_CODE] = body["error"]["code"] or body["error"]["type"]
-    if is_ollamas(scope["path"]):
+    path = route_path(scope)
+    if is_ollamas(path):
         return JSONResponse(in_ollamas_words(body), status, headers)
-    if not is_anthropics(scope["path"]):
+    if not is_anthropics(path):
         return JSONResponse(body, status, headers)
     request_id = request_id_of(scope)
     status, told = in_anthropics_words(status, body, request_id)

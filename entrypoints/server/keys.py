@@ -12,11 +12,14 @@ before it stay.
     tokens_per_minute = 100000     # of prompts and answers; known when a request ends
     concurrency = 16
     shares_cache = false           # prefixes with others that share them
+    priority_from = 0              # the most urgent priority that it may ask for
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import hmac
 import logging
 import time
 from collections import Counter
@@ -44,14 +47,15 @@ logger = logging.getLogger("pageloom.server")
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of the file's; its fields are the file's."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}$")]
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}$")]
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}\Z")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
     scopes: tuple[Scope, ...] = ("infer",)
     weight: Annotated[float, msgspec.Meta(ge=0.001, le=1000)] = 1.0
     requests_per_minute: _Count | None = None
     tokens_per_minute: _Count | None = None
     concurrency: _Count | None = None
     shares_cache: bool = False
+    priority_from: int = 0
 
 
 class _KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +70,9 @@ class Client:
         """none: of the one key for all"""
         self.scopes = frozenset(SCOPES)
         self.tenant = NOBODY
-        self._salt: str | None = None
+        self._salt: bytes | None = None
+        self.priority_from = -(2**63)
+        self.sha256 = ""
         self.quotas = Quotas(clock)
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.refused = Counter[str]()
@@ -74,14 +80,31 @@ class Client:
 
     def set(self, key: Key) -> None:
         self.name, self.scopes, self.tenant = key.name, frozenset(key.scopes), Tenant(key.name, key.weight)
-        self._salt = None if key.shares_cache else key.name
+        self._salt = None if key.shares_cache else bytes.fromhex(key.sha256)
+        self.priority_from, self.sha256 = key.priority_from, key.sha256.lower()
         self.quotas.set(key.requests_per_minute, key.tokens_per_minute, key.concurrency)
 
     def cache_salt(self, given: str | None) -> str | None:
-        """Prefixes are found only by whom they are for."""
+        """Prefixes are found only by whom they are for: nobody else can know what comes of the key's hash. It is the
+        same in all servers that have the file, which may hand prompts to each other."""
         if self._salt is None:
             return given
-        return hashlib.sha256(f"{self._salt}\0{given or ''}".encode()).hexdigest()
+        return hmac.new(self._salt, (given or "").encode(), "sha256").hexdigest()
+
+    def revoke(self) -> Client:
+        """Whatever is still open under the old key is refused from now on. Returns who goes on, with what was used."""
+        other = copy.copy(self)
+        self.scopes = frozenset()
+        return other
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """A request goes on behind its answer."""
+        self.quotas.running += 1
+        try:
+            yield
+        finally:
+            self.quotas.end()
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -157,11 +180,16 @@ class Keyring:
             logger.error("%s; the keys before it stay", error)
 
     def _take(self, keys: list[Key]) -> None:
-        self._by_digest = {}
+        self._by_digest, named = {}, {key.name for key in keys}
+        for name, client in self._by_name.items():
+            if name not in named:
+                client.scopes = frozenset()
         for key in keys:
-            client = self._by_name.setdefault(key.name, Client(time.monotonic))
+            client = self._by_name.get(key.name) or Client(time.monotonic)
+            if client.sha256 not in ("", key.sha256.lower()):
+                client = client.revoke()
             client.set(key)
-            self._by_digest[bytes.fromhex(key.sha256)] = client
+            self._by_name[key.name] = self._by_digest[bytes.fromhex(key.sha256)] = client
 
 
 def read_keys(file: Path) -> list[Key]:

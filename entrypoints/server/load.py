@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from entrypoints.server.classes import CLASSIFY
 from entrypoints.server.classes import POOLING as PATH
+from entrypoints.server.paths import route_path
 from entrypoints.server.scores import RERANK_PATHS, SCORE_PATHS
 
 GENERATING = frozenset(
@@ -17,6 +18,7 @@ GENERATING = frozenset(
         "/v1/chat/completions",
         "/v1/messages",
         "/v1/responses",
+        "/v1/responses/compact",
         "/infill",
         "/api/chat",
         "/api/generate",
@@ -48,7 +50,7 @@ class CountsLoad:
         self._app, self._load = app, load
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in COUNTED:
+        if scope["type"] != "http" or route_path(scope) not in COUNTED:
             await self._app(scope, receive, send)
             return
         with self._load.one():

@@ -93,7 +93,9 @@ class Observers:
             caller.watched.add(response_id)
 
         def ended(seen: RequestWatch, error: BaseException | None) -> None:
-            if client is not None and (timings := seen.timings) is not None:
+            refused = isinstance(error, (QueueFullError, InvalidRequestError))
+            timings = seen.timings
+            if client is not None and timings is not None and not (refused and not timings.generated_tokens):
                 client.use(timings.prompt_tokens, timings.cached_tokens, timings.generated_tokens)
             request = Ended(response_id, caller, model, self._served_name, params, streams, seen, error, client)
             for tell in self._tell:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from entrypoints.server.caller import CALLER
 from entrypoints.server.errors import error_code_of
 from entrypoints.server.load import COUNTED
+from entrypoints.server.paths import route_path
 
 logger = logging.getLogger("pageloom.requests")
 
@@ -22,7 +23,7 @@ class LogsRefusals:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in COUNTED:
+        if scope["type"] != "http" or route_path(scope) not in COUNTED:
             await self._app(scope, receive, send)
             return
         status, began = 0, time.monotonic()

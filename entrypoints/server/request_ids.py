@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,7 +61,7 @@ class RequestIds:
                 MutableHeaders(scope=message).update({HEADER: request_id, **scope.get(_MORE, {})})
             await send(message)
 
-        token = CALLER.set(Caller(request_id, scope["path"], scope["headers"], set()))
+        token = CALLER.set(Caller(request_id, scope["path"], scope["headers"], set(), time.monotonic()))
         try:
             await self._app(scope, receive, send_with_id)
         finally:

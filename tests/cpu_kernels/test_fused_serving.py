@@ -164,10 +164,8 @@ OF_THEIR_OWN = (
     "llama_biases",
     "qwen3",
     "phi3_long_rope",
-    "exaone4",
     "smollm3_windows",
     "olmo2_as_many_heads",
-    "helium",
 )
 """whose tapes differ from those; of each the default run takes the next format and cache"""
 

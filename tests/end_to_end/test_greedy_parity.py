@@ -77,8 +77,8 @@ EVERY_WAY = ("Llama", "DeepseekV3")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GreedyOracle]:
     path = tmp_path_factory.mktemp(request.param)
     model = save_tiny(request.param, path)
-    whole = request.config.getoption("exhaustive") or request.param in EVERY_WAY
-    prompts = prompt_ids(32 if whole else 12, 700, model.config.vocab_size)
+    count = 32 if request.config.getoption("exhaustive") else 24 if request.param in EVERY_WAY else 10
+    prompts = prompt_ids(count, 700, model.config.vocab_size)
     return str(path), GreedyOracle(model, prompts, COUNT)
 
 

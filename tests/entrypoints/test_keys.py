@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from hypothesis import strategies as st
 from scripted_server import Server
 from test_http_errors import CHAT, error_of
 
-from engine.errors import ConfigError
-from entrypoints.server.keys import Keyring, read_keys
+from entrypoints.server.keys import Keyring
+from entrypoints.server.load import COUNTED
 from entrypoints.server.page.routes import page_files
 from entrypoints.server.quotas import Quotas, RateLimitedError
 from entrypoints.server.scopes import scope_of
@@ -222,67 +221,6 @@ def test_stored_responses_are_their_owners(tiny_server_model: Path, tmp_path: Pa
     with_keys(tiny_server_model, file, scenario)
 
 
-def test_the_file_is_read_again_and_what_is_wrong_with_it_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "keys.toml"
-    file.write_text(entry("a", requests_per_minute=2))
-    keyring = Keyring(file=file)
-    client = keyring.find(b"a")
-    assert client is not None and keyring.find(b"b") is None
-    with client.one(), client.one(), pytest.raises(RateLimitedError), client.one():
-        pass
-    _rewrite(file, entry("a", requests_per_minute=3, weight=2) + entry("b"))
-    keyring.look_again(10.0)
-    assert keyring.find(b"a") is client and client.tenant.weight == 2 and keyring.find(b"b") is not None
-    with client.one():
-        pass
-    with pytest.raises(RateLimitedError), client.one():
-        pass
-    _rewrite(file, entry("b") + "what = is this")
-    keyring.look_again(10.5)
-    assert not caplog.records, "it looks once a second"
-    keyring.look_again(11.5)
-    assert "the keys before it stay" in caplog.text and keyring.find(b"a") is client
-    _rewrite(file, entry("b"))
-    keyring.look_again(11.6, anyway=True)
-    assert keyring.find(b"a") is None and keyring.find(b"b") is not None
-    assert [each.name for each in keyring.clients] == ["a", "b"], "what was used is still shown"
-
-
-def _rewrite(file: Path, text: str) -> None:
-    other = file.with_suffix(".new")
-    other.write_text(text)
-    os.replace(other, file)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "keys"),
-        ("keys = []", "length >= 1"),
-        (entry("a") + entry("a"), "2 keys have the name a"),
-        (entry("a") + entry("b").replace(hashlib.sha256(b"b").hexdigest(), hashlib.sha256(b"a").hexdigest()), "sha256"),
-        (entry("a", scopes=["root"]), "root"),
-        (entry("a", weight=0), "weight"),
-        (entry("a", requests_per_minute=0), "requests_per_minute"),
-        (entry("a", limit=3), "limit"),
-        (entry("no blanks"), "name"),
-        (entry("a").replace('sha256 = "', 'sha256 = "zz'), "sha256"),
-        ("[[keys]", "keys.toml"),
-        ("\xff", "keys.toml"),
-    ],
-)
-def test_what_is_wrong_with_a_file_is_named(tmp_path: Path, text: str, says: str) -> None:
-    file = tmp_path / "keys.toml"
-    file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match="--keys") as error:
-        read_keys(file)
-    assert says in str(error.value)
-    with pytest.raises(ConfigError, match="nowhere"):
-        read_keys(tmp_path / "nowhere")
-
-
 @given(
     st.integers(1, 600),
     st.integers(1, 3000),
@@ -321,3 +259,83 @@ def test_no_more_is_admitted_than_allowed_and_who_waits_as_told_is_let_in(
         assert admitted <= requests + (now - 100) * requests / 60 + 1e-6
         if admitted and used > tokens:
             assert quotas.shown()["tokens"].remaining <= tokens
+
+
+def test_under_a_proxys_path_nothing_is_let_through(tiny_server_model: Path, tmp_path: Path) -> None:
+    """With and without it, what is guarded is what the router serves."""
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("one", requests_per_minute=1))
+
+    async def scenario(client: httpx.AsyncClient, server: Server) -> None:
+        client._transport.app.root_path = "/llm"  # type: ignore[attr-defined]
+        for path in ("/metrics", "/v1/prefixes"):
+            for prefix in ("", "/llm"):
+                assert (await client.get(prefix + path, headers=bearer("one"))).status_code == 403, prefix + path
+        assert (await client.post("/llm/reset_prefix_cache", headers=bearer("one"))).status_code == 403
+        assert (await client.get("/llm/health")).status_code == 200
+        statuses = [
+            (await client.post(f"{prefix}/v1/chat/completions", json=CHAT, headers=bearer("one"))).status_code
+            for prefix in ("/llm", "/llm", "")
+        ]
+        assert statuses == [200, 429, 429]
+        told = await client.post("/llm/v1/messages", json={}, headers={"x-api-key": "wrong"})
+        assert told.json()["error"]["type"] == "authentication_error" and told.json()["type"] == "error"
+
+    with_keys(tiny_server_model, file, scenario)
+
+
+def test_whatever_asks_the_model_is_counted(tiny_server_model: Path, tmp_path: Path) -> None:
+    """Routes that are posted to are counted, or compute nothing."""
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("any"))
+    harmless = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"}
+    harmless |= {"/v1/responses/{name}/cancel", "/api/show", "/ping"}
+
+    async def scenario(client: httpx.AsyncClient, server: Server) -> None:
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        posted = {route.path for route in app.routes if "POST" in getattr(route, "methods", ())}
+        others = {path for path in posted - COUNTED - harmless if scope_of(path) == "infer"}
+        assert {path for path in others if not path.startswith("/api/")} == set()
+        for path in others:
+            reply = await client.post(path, json={"model": "tiny"}, headers=bearer("any"))
+            assert reply.status_code >= 400 and not server.core.added, path
+
+    with_keys(tiny_server_model, file, scenario)
+
+
+def test_nobody_can_name_anothers_salt_and_priorities_have_a_bound(tiny_server_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("alice") + entry("bob", shares_cache=True) + entry("urgent", priority_from=-5))
+    guesses = [hashlib.sha256(f"alice\0{more}".encode()).hexdigest() for more in ("", "x")] + ["alice"]
+
+    async def scenario(client: httpx.AsyncClient, server: Server) -> None:
+        await client.post("/v1/chat/completions", json=CHAT, headers=bearer("alice"))
+        for guess in guesses:
+            await client.post("/v1/chat/completions", json={**CHAT, "cache_salt": guess}, headers=bearer("bob"))
+        salts = [each.cache_salt for each in server.core.added]
+        assert salts[0] not in salts[1:]
+        for name, priority, param in (("alice", -1, "priority"), ("urgent", -6, "priority")):
+            reply = await client.post("/v1/chat/completions", json={**CHAT, "priority": priority}, headers=bearer(name))
+            assert reply.status_code == 400 and error_of(reply)["param"] == param
+            assert "this key may ask for" in error_of(reply)["message"]
+
+    with_keys(tiny_server_model, file, scenario)
+
+
+def test_background_responses_are_held_against_concurrency(tiny_server_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(entry("one", concurrency=1))
+
+    async def scenario(client: httpx.AsyncClient, server: Server) -> None:
+        server.script.step_s = 0.02
+        asked = {"model": "tiny", "input": "x", "background": True}
+        first = await client.post("/v1/responses", json=asked, headers=bearer("one"))
+        assert first.status_code == 200
+        assert (await client.post("/v1/responses", json=asked, headers=bearer("one"))).status_code == 429
+        path = f"/v1/responses/{first.json()['id']}"
+        while (await client.get(path, headers=bearer("one"))).json()["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
+        assert (await client.post("/v1/responses", json=asked, headers=bearer("one"))).status_code == 200
+
+    with_keys(tiny_server_model, file, scenario)

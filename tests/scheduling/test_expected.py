@@ -59,8 +59,8 @@ class Server:
         seq = Sequence(str(self.number), RowParams(seed=0), [1] * prompt, (0, self.number), 10**6, blocks)
         if isinstance(self.queue, FairQueue):
             self.queue.join(seq, Tenant(tenant))
-        self.queue.push(seq)
         self.expected.queued()
+        self.queue.push(seq)
         return self.number
 
     def go_on(self, until: float, answer: float = 100.0) -> None:
@@ -172,3 +172,56 @@ def test_the_scheduler_refuses_it_and_takes_nothing() -> None:
     loop.run()
     loop.assert_nothing_leaked()
     assert loop.scheduler._held.waiting.num_tokens == 0
+
+
+def _ended(server: Server, tokens: int, seconds: float, tenant: str = "", interrupted: bool = False) -> None:
+    seq = Sequence("x", RowParams(seed=0), [1], (0, 0), 10**6, SequenceBlocks.__new__(SequenceBlocks))
+    seq.tokens += [1] * tokens
+    seq.started_at, seq.tenant, seq.interrupted = server.now - seconds, tenant, interrupted
+    server.expected.ended(seq, by_itself=True)
+
+
+def test_whatever_was_seen_who_comes_while_nothing_runs_is_let_in() -> None:
+    """Or nobody would ever learn that the server is fast again."""
+    server = Server(4, WaitingQueue())
+    for _ in range(64):
+        _ended(server, 16, 600.0)
+    server.expected.check(_request(100, deadline_s=5))
+    running = Sequence("r", RowParams(seed=0), [1], (0, 0), 99, SequenceBlocks.__new__(SequenceBlocks))
+    server.expected._running = [running]
+    with pytest.raises(QueueFullError):
+        server.expected.check(_request(100, deadline_s=5))
+    for _ in range(150):
+        _ended(server, 16, 0.1)
+    server.expected.check(_request(100, deadline_s=5))
+
+
+def test_one_that_stood_still_says_little_of_others() -> None:
+    server = Server(4, WaitingQueue())
+    for _ in range(100):
+        _ended(server, 100, 1.0)
+    _ended(server, 4, 3600.0)
+    _ended(server, 4, 3600.0, interrupted=True)
+    assert server.expected.seconds(_request(10)) < 3
+
+
+def test_ones_long_answers_say_nothing_of_anothers() -> None:
+    server = Server(4, WaitingQueue())
+    for _ in range(100):
+        _ended(server, 100, 1.0, "honest")
+    for _ in range(100):
+        _ended(server, 8000, 80.0, "long")
+    assert server.expected.seconds(_request(10, tenant="honest")) < 2
+    assert server.expected.seconds(_request(10, tenant="long")) > 5
+    for index in range(5000):
+        _ended(server, 5, 1.0, f"tenant {index}")
+    assert len(server.expected._answers) <= 1024
+
+
+def test_a_queue_that_was_empty_begins_anew() -> None:
+    server = Server(1, WaitingQueue())
+    server.expected.queued()
+    server.now += 3600
+    for _ in range(2):
+        server.arrive(100)
+    assert server.expected.seconds(_request(100)) < 5

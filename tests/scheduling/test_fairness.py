@@ -188,3 +188,24 @@ def test_a_priority_comes_before_shares() -> None:
 
 def _is(loop: Loop, name: str, token_ids: list[int]) -> bool:
     return loop.requests[name].prompt_token_ids == token_ids
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_who_makes_way_is_not_preempted_again_and_again(caching: bool) -> None:
+    """Rows and counters disagree: `a` runs three long answers and was given little, `b` was given much before."""
+    shape = {"rows": 4, "num_blocks": 4000, "budget": 256, "max_model_len": 1200, "caching": caching}
+    loop = Loop(policy="fair", depth=0, block_size=4, **shape)
+    for index in range(3):
+        loop.add(f"a{index}", [5 + index] * 200, 300, tenant=Tenant("a"))
+    for _ in range(3):
+        loop.turn()
+    for index in range(8):
+        loop.add(f"w{index}", [index] * 800, 1, tenant=Tenant("b"))
+        while not loop.ends[f"w{index}"]:
+            loop.turn()
+    before = loop.scheduler.stats().preemptions
+    loop.add("b0", [9] * 40, 100, tenant=Tenant("b"))
+    loop.add("b1", [8] * 40, 4, tenant=Tenant("b"))
+    loop.run()
+    assert loop.scheduler.stats().preemptions - before <= 3
+    loop.assert_nothing_leaked()

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from entrypoints.server.context import ServerContext
 from entrypoints.server.page import board
+from entrypoints.server.paths import route_path
 
 FILES = Path(__file__).parent / "files"
 _INDEX = "index.html"
@@ -89,7 +90,7 @@ def add_routes(app: FastAPI, context: ServerContext) -> frozenset[str]:
     files = page_files()
 
     async def send(request: Request) -> Response:
-        return files[request.scope["path"]].response(request)
+        return files[route_path(request.scope)].response(request)
 
     for path in files:
         app.add_route(path, send, methods=["GET"], include_in_schema=False)

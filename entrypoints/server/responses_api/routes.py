@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from entrypoints.server.context import Place, ServerContext, last
 from entrypoints.server.encoding import json_response
 from entrypoints.server.error_shape import error_body
 from entrypoints.server.errors import describe
+from entrypoints.server.keys import CLIENT
 from entrypoints.server.request_ids import request_id_of
 from entrypoints.server.responses import UsageCount, new_item_id, now
 from entrypoints.server.responses_api.fields import CompactRequest, InputTokensRequest, ResponsesRequest
@@ -72,6 +74,11 @@ class Background:
 
     async def _run(self, handler: ResponseHandler, request_id: str, made: asyncio.Future[bytes]) -> None:
         """Only this task stores it."""
+        client = CLIENT.get()
+        with nullcontext() if client is None else client.holding():
+            await self._answer(handler, request_id, made)
+
+    async def _answer(self, handler: ResponseHandler, request_id: str, made: asyncio.Future[bytes]) -> None:
         response = handler.response
         try:
             await asyncio.to_thread(handler.keep)

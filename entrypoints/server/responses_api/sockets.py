@@ -5,6 +5,7 @@ the socket is open."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import aclosing, nullcontext
@@ -201,10 +202,12 @@ class Session:
 
     async def _turn(self, lane: Lane, given: Event) -> None:
         name = new_request_id()
-        CALLER.set(Caller(name, PATH, self._socket.scope["headers"], set()))
+        CALLER.set(Caller(name, PATH, self._socket.scope["headers"], set(), time.monotonic()))
         encode = partial(_message, lane)
         try:
             client = CLIENT.get()
+            if client is not None and "infer" not in client.scopes:  # since the socket was opened
+                raise InvalidRequestError("the key is not valid any more", None, "invalid_api_key")
             with self._sockets.load.one(), nullcontext() if client is None else client.one():
                 await self._serve(given, name, encode)
         except _GONE:
