@@ -54,7 +54,7 @@ def test_ping_is_health_and_needs_no_key(tiny_server_model: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_load_is_the_requests_that_are_being_answered(tmp_path: Path, stream: bool) -> None:
-    assert set(BODIES) == GENERATING
+    assert set(BODIES) == GENERATING - {"/v1/responses/compact"}, "whose question is longer than this context"
     marks = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
     server = Server(save_model(tmp_path / "tiny", special=marks))
 
