@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import gc
 import logging
 import os
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, cast
@@ -86,12 +87,29 @@ def listen_at(path: Path) -> socket.socket:
 @contextmanager
 def listening(host: str, port: int, path: Path | None) -> Iterator[socket.socket]:
     """At the Unix socket `path`, or else at a host and a port. Raises `ConfigError`."""
-    with listen(host, port) if path is None else listen_at(path) as listener:
+    if path is None:
+        with listen(host, port) as listener:
+            yield listener
+        return
+    with _alone_at(path), listen_at(path) as listener:
         try:
             yield listener
         finally:
-            if path is not None:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone_at(path: Path) -> Iterator[None]:
+    """Also while a server loads, and answers nobody yet. The kernel drops the lock with its holder."""
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(open(path.with_name(path.name + ".lock"), "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--uds: another server has {path}") from None
+        except OSError as error:
+            raise ConfigError(f"--uds: cannot lock {path}.lock: {error}") from error
+        yield
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:

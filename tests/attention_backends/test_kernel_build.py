@@ -145,6 +145,7 @@ def test_what_is_declared_of_torchs_abi_is_what_torch_declares(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute of a compiler
 def test_a_library_for_this_cpu_has_the_widest_kernels_of_one_for_all(kernel_cache: Path, tmp_path: Path) -> None:
     whole, own = CpuBackend(), CpuBackend()
     whole.prepare(kernel_cache)

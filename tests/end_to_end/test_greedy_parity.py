@@ -77,7 +77,7 @@ EVERY_WAY = ("Llama", "DeepseekV3")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GreedyOracle]:
     path = tmp_path_factory.mktemp(request.param)
     model = save_tiny(request.param, path)
-    count = 32 if request.config.getoption("exhaustive") else 24 if request.param in EVERY_WAY else 10
+    count = 32 if request.config.getoption("exhaustive") else 32 if request.param in EVERY_WAY else 10
     prompts = prompt_ids(count, 700, model.config.vocab_size)
     return str(path), GreedyOracle(model, prompts, COUNT)
 

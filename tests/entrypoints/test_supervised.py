@@ -20,7 +20,7 @@ import pytest
 from test_server_process import PROGRAM, process, wait_for_line
 
 from engine.errors import ConfigError
-from entrypoints.server.run import listen_at
+from entrypoints.server.run import listen_at, listening
 from entrypoints.server.supervisor import Supervisor
 
 
@@ -93,6 +93,16 @@ def test_at_a_unix_socket(tiny_server_model: Path, short: Path) -> None:
     assert path.read_text() == "mine"
     with pytest.raises(ConfigError, match="--uds"):
         listen_at(short / "nowhere" / "socket")
+
+
+def test_the_path_of_a_server_that_still_loads_is_not_taken(short: Path) -> None:
+    with listening("", 0, short / "socket"):
+        with pytest.raises(ConfigError, match="another server"), listening("", 0, short / "socket"):
+            pass
+        assert (short / "socket").is_socket()
+    assert not (short / "socket").exists()
+    with listening("", 0, short / "socket") as again:
+        assert again.getsockname() == str(short / "socket")
 
 
 def _write_certificate(folder: Path, name: str) -> None:
