@@ -125,7 +125,7 @@ class Expected:
             return
         seconds = self._margin * self.seconds(request)
         if seconds > request.deadline_s:
-            raise too_short(request.deadline_s, seconds)
+            raise _too_short(request.deadline_s, seconds)
 
     def is_late(self, seq: Sequence) -> QueueFullError | None:
         """One that has not begun, and could not end in time if it did now."""
@@ -136,7 +136,7 @@ class Expected:
         if seconds <= left:
             return None
         self._learn(False)
-        return too_short(left, seconds)
+        return _too_short(left, seconds)
 
     def _is_idle(self, waiting: int) -> bool:
         """Nothing runs, and no more than that waits: whoever comes is served at once, and shows how long that takes."""
@@ -179,6 +179,6 @@ class Expected:
         return waiting.num_tokens
 
 
-def too_short(left: float, seconds: float) -> QueueFullError:
+def _too_short(left: float, seconds: float) -> QueueFullError:
     message = f"{max(left, 0.0):.3g} s are too short: by what waits and runs, this would take {seconds:.3g} s"
     return QueueFullError(message, seconds - left)

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.errors import ConfigError
+from engine.observability.timings import RequestTimings
 from entrypoints.server.keys import Client, Keyring
 from entrypoints.server.observers import Ended
 
@@ -61,17 +62,15 @@ class UsageLog:
             raise ConfigError(f"--usage-log: cannot write {file}: {error.strerror}") from error
 
     def __call__(self, request: Ended) -> None:
-        if request.client is not None and request.seen.timings is not None:
-            line = msgspec.json.encode(_told(request, request.client)).decode()
+        if request.client is not None and (used := request.used) is not None:
+            line = msgspec.json.encode(_told(request, request.client, used)).decode()
             self._handler.handle(logging.makeLogRecord({"msg": line}))
 
     def close(self) -> None:
         self._handler.close()
 
 
-def _told(request: Ended, client: Client) -> dict[str, object]:
-    timings = request.seen.timings
-    assert timings is not None
+def _told(request: Ended, client: Client, used: RequestTimings) -> dict[str, object]:
     caller, trouble = request.caller, request.trouble
     return {
         "time": datetime.fromtimestamp(request.seen.ended_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
@@ -80,9 +79,9 @@ def _told(request: Ended, client: Client) -> dict[str, object]:
         "response_id": request.response_id,
         "path": None if caller is None else caller.path,
         "model": request.model or request.served_name,
-        "prompt_tokens": timings.prompt_tokens,
-        "cached_tokens": timings.cached_tokens,
-        "generated_tokens": timings.generated_tokens,
+        "prompt_tokens": used.prompt_tokens,
+        "cached_tokens": used.cached_tokens,
+        "generated_tokens": used.generated_tokens,
         "finish_reasons": request.finish_reasons,
         "error": None if trouble is None else trouble[0],
     }

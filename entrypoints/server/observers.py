@@ -17,6 +17,7 @@ from engine.errors import (
 )
 from engine.frontend.failures import CONTROL
 from engine.observability.request_watch import RequestWatch
+from engine.observability.timings import RequestTimings
 from engine.pooling import PoolingParams
 from engine.request import SamplingParams
 from entrypoints.server.caller import CALLER, Caller
@@ -56,6 +57,12 @@ class Ended:
         return list(self.seen.timings.finish_reasons) if self.seen.timings is not None else []
 
     @property
+    def used(self) -> RequestTimings | None:
+        """What whoever asked is charged for; None: it was refused, and nothing was computed."""
+        timings, refused = self.seen.timings, isinstance(self.error, (QueueFullError, InvalidRequestError))
+        return None if timings is None or (refused and not timings.generated_tokens) else timings
+
+    @property
     def trouble(self) -> tuple[str, str] | None:
         """(code, message) of what it failed by, or None. The message may quote what the client sent."""
         if self.error is None or isinstance(self.error, CONTROL):  # closed: by a client that left, or by who has enough
@@ -93,11 +100,9 @@ class Observers:
             caller.watched.add(response_id)
 
         def ended(seen: RequestWatch, error: BaseException | None) -> None:
-            refused = isinstance(error, (QueueFullError, InvalidRequestError))
-            timings = seen.timings
-            if client is not None and timings is not None and not (refused and not timings.generated_tokens):
-                client.use(timings.prompt_tokens, timings.cached_tokens, timings.generated_tokens)
             request = Ended(response_id, caller, model, self._served_name, params, streams, seen, error, client)
+            if client is not None and (used := request.used) is not None:
+                client.use(used.prompt_tokens, used.cached_tokens, used.generated_tokens)
             for tell in self._tell:
                 try:
                     tell(request)

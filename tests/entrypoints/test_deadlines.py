@@ -38,12 +38,12 @@ def test_what_is_late_ends_with_504_and_is_aborted(tiny_server_model: Path) -> N
     server.answer = "x" * 220
 
     async def scenario(client: httpx.AsyncClient) -> None:
-        late = {"x-request-timeout": "0.2"}
+        late = {"x-request-timeout": "1.5"}
         reply = await client.post("/v1/completions", json=LONG, headers=late)
         assert reply.status_code == 504 and error_of(reply)["code"] == "deadline_exceeded"
         assert error_of(reply)["type"] == "timeout_error"
         assert len(server.core.aborted) == 1
-        assert 0.1 < (server.core.added[0].deadline_s or 0) <= 0.2
+        assert 0 < (server.core.added[0].deadline_s or 0) <= 1.5, "what is left of it"
         messages = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}]}
         reply = await client.post("/v1/messages", json=messages, headers=late)
         assert reply.status_code == 504 and reply.json()["error"]["type"] == "timeout_error"

@@ -117,7 +117,7 @@ def test_requests_a_minute_and_at_a_time(tiny_server_model: Path, tmp_path: Path
         with pytest.raises(openai.RateLimitError) as refused:
             await sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
         assert refused.value.code == "rate_limit_exceeded" and "2 requests a minute" in refused.value.message
-        assert 20 <= int(refused.value.response.headers["retry-after"]) <= 30
+        assert 1 <= int(refused.value.response.headers["retry-after"]) <= 30
         assert (await client.get("/v1/models", headers=bearer("few"))).status_code == 200, "computes nothing"
         assert (await client.post("/v1/chat/completions", json=CHAT, headers=bearer("free"))).status_code == 200
         messages = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
@@ -144,10 +144,7 @@ def test_tokens_a_minute_and_what_each_key_has_used(tiny_server_model: Path, tmp
         used = reply.json()["usage"]["total_tokens"]
         assert reply.headers["x-ratelimit-remaining-tokens"] == "40" and 20 < used < 40, "known when it has ended"
         second = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("a"))
-        assert second.status_code == 200 and int(second.headers["x-ratelimit-remaining-tokens"]) in (
-            40 - used,
-            41 - used,
-        )
+        assert second.status_code == 200 and 40 - used <= int(second.headers["x-ratelimit-remaining-tokens"]) < 40
         third = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("a"))
         assert third.status_code == 429 and "40 tokens a minute" in error_of(third)["message"]
         page = (await client.get("/metrics", headers=bearer("ops"))).text
@@ -327,15 +324,34 @@ def test_background_responses_are_held_against_concurrency(tiny_server_model: Pa
     file.write_text(entry("one", concurrency=1))
 
     async def scenario(client: httpx.AsyncClient, server: Server) -> None:
-        server.script.step_s = 0.02
+        server.script.stall_at = 2
         asked = {"model": "tiny", "input": "x", "background": True}
         first = await client.post("/v1/responses", json=asked, headers=bearer("one"))
         assert first.status_code == 200
         assert (await client.post("/v1/responses", json=asked, headers=bearer("one"))).status_code == 429
+        server.script.stall_at = None
         path = f"/v1/responses/{first.json()['id']}"
         while (await client.get(path, headers=bearer("one"))).json()["status"] in ("queued", "in_progress"):
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.05)
-        assert (await client.post("/v1/responses", json=asked, headers=bearer("one"))).status_code == 200
+        while (await client.post("/v1/responses", json=asked, headers=bearer("one"))).status_code == 429:
+            await asyncio.sleep(0.02)  # it is stored, and then over
 
     with_keys(tiny_server_model, file, scenario)
+
+
+def test_what_the_engine_refuses_costs_no_tokens(tiny_server_model: Path, tmp_path: Path) -> None:
+    from entrypoints.server.context import ServerSettings
+
+    file, log = tmp_path / "keys.toml", tmp_path / "usage.jsonl"
+    file.write_text(entry("a", tokens_per_minute=10_000))
+
+    async def scenario(client: httpx.AsyncClient, server: Server) -> None:
+        server.script.refuse = ("queue_full", "the queue is full")
+        assert (await client.post("/v1/chat/completions", json=CHAT, headers=bearer("a"))).status_code == 503
+        server.script.refuse = None
+        reply = await client.post("/v1/chat/completions", json=CHAT, headers=bearer("a"))
+        assert reply.status_code == 200 and reply.headers["x-ratelimit-remaining-tokens"] == "10000"
+        (line,) = map(json.loads, log.read_text().splitlines())
+        assert line["error"] is None
+
+    with_keys(tiny_server_model, file, scenario, settings=ServerSettings(usage_log=log))
