@@ -20,18 +20,22 @@ find_python() {
   return 1
 }
 
-make_venv() {
-  local extras=$1 spec stamp
-  spec="$root${extras:+[$extras]}"
+install_torch() {
   [[ -x $python ]] || "$(find_python)" -m venv "$venv"
-  stamp=$venv/.installed-$(cksum "$root/pyproject.toml" | cut -d' ' -f1)-$(echo "$extras" | tr , -)
-  # What was installed with extras has all that is installed without them.
-  compgen -G "$stamp*" >/dev/null && return
   # Without a GPU the CPU build of torch is enough; the default wheel brings gigabytes of CUDA libraries.
   if ! "$python" -c 'import torch' 2>/dev/null && ! command -v nvidia-smi >/dev/null 2>&1; then
     pip_install 'torch==2.13.0+cpu' 2>/dev/null ||
       pip_install 'torch>=2.11,<2.14' --extra-index-url https://download.pytorch.org/whl/cpu
   fi
+}
+
+make_venv() {
+  local extras=$1 spec stamp
+  spec="$root${extras:+[$extras]}"
+  stamp=$venv/.installed-$(cksum "$root/pyproject.toml" | cut -d' ' -f1)-$(echo "$extras" | tr , -)
+  # What was installed with extras has all that is installed without them.
+  compgen -G "$stamp*" >/dev/null && return
+  install_torch
   pip_install -e "$spec"
   touch "$stamp"
 }

@@ -1,9 +1,10 @@
 """Compile every Triton kernel of the tree to cubin without a GPU, so that CI catches what only a GPU would otherwise
 show.
 
-Run: python tools/compile_triton.py [room ...], where a room is one of those listed in `ROOMS` (default: all). Exits 1
-and names the kernel when one does not compile, keeps more than it has registers or shared memory for, or has not the
-parameters that its room's table says. Triton itself keeps what it compiled, by the hash of sources, options and
+Run: python tools/compile_triton.py [--exhaustive] [room ...], where a room is one of those listed in `ROOMS` (default:
+all). Every kernel is compiled for every target, and every entry of a table for one of them, with --exhaustive for all.
+Exits 1 and names the kernel when one does not compile, keeps more than it has registers or shared memory for, or has
+not the parameters that its room's table says. Triton itself keeps what it compiled, by the hash of sources, options and
 compilers.
 """
 
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -99,35 +101,46 @@ def check_table(room: str, device: ModuleType, kernels: Iterable[Kernel]) -> Non
             raise RuntimeError(f"{room}: {name} takes {jitted.get(name)}, KERNELS says {described.get(name)}")
 
 
-def compile_room(room: str) -> Iterator[str]:
+def targets(kernels: Iterable[Kernel], exhaustive: bool) -> Iterator[tuple[Kernel, int]]:
+    """All entries on all targets; or of each name the first on all of them, and the others on one, in turn."""
+    seen: Counter[str] = Counter()
+    for kernel in kernels:
+        place = seen[kernel.name]
+        seen[kernel.name] += 1
+        for capability in CAPABILITIES if exhaustive or not place else [CAPABILITIES[place % len(CAPABILITIES)]]:
+            yield kernel, capability
+
+
+def compile_room(room: str, exhaustive: bool) -> Iterator[str]:
     """Compile a room's table; one line per kernel and target. Raises what Triton raises, with the kernel's name, and
     RuntimeError for a kernel that spills registers."""
     device = importlib.import_module(f"{room}.device")
     kernels: Iterable[Kernel] = importlib.import_module(room).KERNELS
     check_table(room, device, kernels)
-    for kernel in kernels:
-        for capability in CAPABILITIES:
-            started = time.perf_counter()
-            try:
-                binary = compile_kernel(getattr(device, kernel.name), kernel, capability)
-            except Exception as error:
-                error.add_note(f"{room}: {kernel.name} does not compile for sm_{capability}")
-                raise
-            took = time.perf_counter() - started
-            types = ",".join(dict.fromkeys(t for t in kernel.signature.values() if t.startswith("*")))
-            if binary.spilled_bytes:
-                raise RuntimeError(f"{room}: {kernel.name} spills {binary.spilled_bytes} bytes on sm_{capability}")
-            if binary.shared_bytes > MOST_SHARED_BYTES:
-                raise RuntimeError(f"{room}: {kernel.name} takes {binary.shared_bytes} bytes of shared memory")
-            size = f"{binary.size_bytes} bytes, {binary.registers} registers"
-            yield f"{kernel.name} sm_{capability} [{types}] {size} {took:.2f} s"
+    for kernel, capability in targets(kernels, exhaustive):
+        started = time.perf_counter()
+        try:
+            binary = compile_kernel(getattr(device, kernel.name), kernel, capability)
+        except Exception as error:
+            error.add_note(f"{room}: {kernel.name} does not compile for sm_{capability}")
+            raise
+        took = time.perf_counter() - started
+        types = ",".join(dict.fromkeys(t for t in kernel.signature.values() if t.startswith("*")))
+        if binary.spilled_bytes:
+            raise RuntimeError(f"{room}: {kernel.name} spills {binary.spilled_bytes} bytes on sm_{capability}")
+        if binary.shared_bytes > MOST_SHARED_BYTES:
+            raise RuntimeError(f"{room}: {kernel.name} takes {binary.shared_bytes} bytes of shared memory")
+        size = f"{binary.size_bytes} bytes, {binary.registers} registers"
+        yield f"{kernel.name} sm_{capability} [{types}] {size} {took:.2f} s"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile every Triton kernel for GPUs that need not be there.")
     parser.add_argument("rooms", nargs="*", choices=[*ROOMS, []], metavar="room", help=f"of {', '.join(ROOMS)}")
-    for room in parser.parse_args(argv).rooms or ROOMS:
-        for line in compile_room(room):
+    parser.add_argument("--exhaustive", action="store_true", help="every entry for every target")
+    arguments = parser.parse_args(argv)
+    for room in arguments.rooms or ROOMS:
+        for line in compile_room(room, arguments.exhaustive):
             print(line)
     return 0
 
