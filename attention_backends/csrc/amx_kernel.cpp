@@ -138,8 +138,8 @@ PAGELOOM_INLINE __m512 exponentiate(const float* scores, const float* scales, ui
 template <bool kScaled>
 void softmax_pass(const AttentionProblem& p, const Scratch& s, int64_t row, int64_t count, int64_t base, int64_t begin,
                   int64_t end, int64_t first, int64_t last) {
-  const bool plain = p.soft_cap == 0 && p.scale > 0 && !kScaled;
-  const float factor = plain ? p.scale * kLog2e : 1.0f;
+  const bool plain = is_plain(p);
+  const float factor = factor_of(p);
   Visible seen[kPassRows];
   alignas(64) float found[kPassRows], decay[kPassRows];
   for (int64_t i = 0; i < count; ++i) {
@@ -192,7 +192,7 @@ void write_rows(const AttentionProblem& p, const WorkItem& item, const Scratch& 
     float* const target = item.partial_of(p, partials, at, s.dims + kPartialExtra);
     if (target != nullptr) {
       memcpy(target, row, s.dims * sizeof(float));
-      target[s.dims] = s.maximum[r];
+      target[s.dims] = s.maximum[r] / factor_of(p);
       target[s.dims + 1] = sum;
       continue;
     }

@@ -1,5 +1,8 @@
 // Paged attention of one work item: FlashAttention's online softmax (Dao et al. 2022, algorithm 1) over key tiles
 // that are read in place from pages. The file is compiled once per ISA; PAGELOOM_KERNELS names the table it exports.
+//
+// Tiles lie at fixed places of a sequence, each is computed as if it were alone, and all are joined one after the other by
+// one function: so a row's bits are the same whether one item has all of its keys or several have a tile each.
 #include "head_product.h"
 #include "key_tile.h"
 #include "softmax.h"
@@ -8,15 +11,18 @@ using namespace pageloom;
 
 namespace {
 
-// Whether scores stay as they are up to the exponential, whose exponents are in units of `factor_of`. Maxima are, too, and
-// subtracted before: a product that is rounded there and fused here would differ by more than 2^7 where scores are huge.
-template <class T>
-PAGELOOM_INLINE bool is_plain(const AttentionProblem& p) {
-  return p.soft_cap == 0 && p.scale > 0 && !T::kScaled;
+// into = into * kept + found * taken, and the sums alike, which are returned. Never inlined: compilers choose which of two
+// products to contract with the addition, and everybody who joins must have the same bits.
+__attribute__((noinline)) float join(float* into, const float* found, int64_t dims, float kept, float taken, float sum,
+                                     float found_sum) {
+  for (int64_t d = 0; d < dims; d += VW) storef(into + d, loadf(into + d) * splat(kept) + loadf(found + d) * splat(taken));
+  return sum * kept + found_sum * taken;
 }
+
+// What is multiplied with what was found under the maximum `of`, where `top` is the larger one.
 template <class T>
-PAGELOOM_INLINE float factor_of(const AttentionProblem& p) {
-  return is_plain<T>(p) ? p.scale * kLog2e : 1.0f;
+PAGELOOM_INLINE vf weight_of(vf of, vf top, float factor) {
+  return of == top ? splat(1.0f) : exp2_of<T::kPrecise>((of - top) * factor);
 }
 
 // Which tokens of a tile a row sees: [low, high), in the vectors [first, last).
@@ -52,12 +58,11 @@ PAGELOOM_INLINE float mask_and_reduce(const AttentionProblem& p, const Scratch& 
   return reduce_max(top);
 }
 
-// Scores of one row -> probabilities 2^((score - maximum) * factor), 0 where it sees nothing; `sums` decay and grow.
+// Scores of one row -> probabilities 2^((score - maximum) * factor), 0 where it sees nothing; returns their sum.
 template <class T>
-PAGELOOM_INLINE void exponentiate(const Scratch& s, int64_t row, int64_t in_pass, uint32_t* target,
-                                  int64_t num_vectors, const Visible& seen, float factor) {
+PAGELOOM_INLINE float exponentiate(const Scratch& s, int64_t in_pass, uint32_t* target, int64_t num_vectors,
+                                   const Visible& seen, float maximum, float factor) {
   float* const scores = s.scores + in_pass * kKeyTile;
-  const float maximum = s.maximum[row];
   for (int64_t g = 0; g < seen.first; ++g) store_nothing<T>(target, g * VW);
   vf total = {}, largest = {};
   const auto probability = [&](int64_t g) { return exp2_of<T::kPrecise>((loadf(scores + g * VW) - maximum) * factor); };
@@ -88,7 +93,7 @@ PAGELOOM_INLINE void exponentiate(const Scratch& s, int64_t row, int64_t in_pass
     for (int64_t g = seen.first; g < seen.last; ++g)
       store_int16((int16_t*)target + g * VW, loadf(scores + g * VW), inverse);
   }
-  storef(s.sums + row * VW, loadf(s.sums + row * VW) * s.decay[in_pass] + total);
+  return reduce_add(total);
 }
 
 // One pass: rows [row, row + count) of an item against a tile.
@@ -114,27 +119,32 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
                 last - first, tile.key_stride, cells, s.scores + first * VW, kKeyTile);
   if constexpr (T::kScaled)  // after the first scores: by then they are there
     if (!tile.has_scales) gather_scales<T>(p, item, tile, s), tile.has_scales = true;
-  const bool plain = is_plain<T>(p);
-  const float factor = factor_of<T>(p);
-  alignas(64) float found[(kPassRows + VW - 1) / VW * VW];
+  const bool plain = is_plain(p);
+  const float factor = factor_of(p);
+  alignas(64) float found[(kPassRows + VW - 1) / VW * VW], sums[kPassRows];
   for (int64_t r = 0; r < count; ++r) {
     const bool any = seen[r].low < seen[r].high;
     found[r] = any ? mask_and_reduce<T>(p, s, row + r, s.scores + r * kKeyTile, seen[r], plain) : kFloor;
   }
   for (int64_t r = count; r % VW != 0; ++r) found[r] = kFloor;
-  for (int64_t r = 0; r < count; r += VW) {
-    const vf before = loadf(s.maximum + row + r), top = vmax(before, loadf(found + r));
-    storef(s.maximum + row + r, top);
-    storef(s.decay + r, before == top ? splat(1.0f) : exp2_of<T::kPrecise>((before - top) * factor));
-  }
   constexpr int64_t kOperands = T::kPacked ? kKeyTile / 2 : kKeyTile;
   uint32_t* const probabilities = T::kPacked ? s.packed : (uint32_t*)s.scores;
   for (int64_t r = 0; r < count; ++r)
-    exponentiate<T>(s, row + r, r, probabilities + r * kOperands, tile.num_vectors, seen[r], factor);
+    sums[r] = exponentiate<T>(s, r, probabilities + r * kOperands, tile.num_vectors, seen[r], found[r], factor);
   int64_t segments = tile.num_segments;  // those behind the newest row's keys would count with probability 0
   while (tile.values[segments - 1].a_index * T::kPerLane >= last * VW) --segments;
-  all_values<T>(probabilities, kOperands, count, tile.values, segments, dims, s.decay, s.probability_units,
-                s.accumulator + row * dims, asks ? tile.ahead : nullptr, p.cache.block_size);
+  all_values<T>(probabilities, kOperands, count, tile.values, segments, dims, s.probability_units, s.found,
+                asks ? tile.ahead : nullptr, p.cache.block_size);
+  for (int64_t r = 0; r < count; r += VW) {
+    const vf before = loadf(s.maximum + row + r), now = loadf(found + r), top = vmax(before, now);
+    storef(s.maximum + row + r, top);
+    storef(s.kept + r, weight_of<T>(before, top, factor));
+    storef(s.taken + r, weight_of<T>(now, top, factor));
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    float& sum = s.sums[row + r];
+    sum = join(s.accumulator + (row + r) * dims, s.found + r * dims, dims, s.kept[r], s.taken[r], sum, sums[r]);
+  }
 }
 
 // A query of an int8 cache: bfloat16 -> 16-bit integers; returns what one of them is worth, NaN or infinite where an
@@ -196,15 +206,15 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, const WorkIte
   const int64_t rows = item.row_end - item.row_begin, dims = p.cache.padded_dim;
   gather_queries<T>(p, item, s.queries, p.cache.head_dim / T::kPerLane * T::kWords, s.query_units);
   memset(s.accumulator, 0, rows * dims * sizeof(float));
-  memset(s.sums, 0, rows * VW * sizeof(float));
+  memset(s.sums, 0, rows * sizeof(float));
   for (int64_t r = 0; r < rows + VW; ++r) s.maximum[r] = kFloor;
   for (RowCursor at = item.first_row(p); at.row < item.row_end; at.next())
     s.positions[at.row - item.row_begin] = item.position_of(p, at);
 
   KeyTile<T> tile;
-  for (tile.base = item.kv_begin / VW * VW; tile.base < item.kv_end; tile.base += kKeyTile) {
+  for (tile.base = item.kv_begin / VW * VW; tile.base < item.kv_end; tile.base = tile.end) {
     tile.begin = max64(tile.base, item.kv_begin);
-    tile.end = min64(tile.base + kKeyTile, item.kv_end);
+    tile.end = min64((tile.base / kKeyTile + 1) * kKeyTile, item.kv_end);
     if (!locate_tile<T>(p, item, tile, s)) return false;
     if constexpr (!T::kScaled)
       if (p.cache.latent) transpose_keys<T>(p, tile, s);
@@ -216,37 +226,36 @@ bool attend_typed(const AttentionProblem& p, const WorkItem& item, const WorkIte
   for (RowCursor at = item.first_row(p); at.row < item.row_end; at.next()) {
     const int64_t r = at.row - item.row_begin;
     const float* row = s.accumulator + r * dims;
-    const float sum = reduce_add(loadf(s.sums + r * VW));
     float* const target = item.partial_of(p, partials, at, dims + kPartialExtra);
     if (target == nullptr) {
-      write_row<T>(p, item, at, row, s.maximum[r] * factor_of<T>(p), sum);
+      write_row<T>(p, item, at, row, s.maximum[r] * factor_of(p), s.sums[r]);
     } else {
       memcpy(target, row, dims * sizeof(float));
-      target[dims] = s.maximum[r] * factor_of<T>(p);
-      target[dims + 1] = sum;
+      target[dims] = s.maximum[r];
+      target[dims + 1] = s.sums[r];
     }
   }
   return true;
 }
 
-// Parts are added in order, so the result does not depend on which thread finished first.
+// Parts are joined in order, so the result does not depend on which thread finished first.
 template <class T>
 void combine_typed(const AttentionProblem& p, const WorkItem& item, const float* partials, int64_t parts,
                    int64_t stride) {
   const int64_t dims = p.cache.padded_dim, row_stride = dims + kPartialExtra;
+  const float factor = factor_of(p);
   for (RowCursor at = item.first_row(p); at.row < item.row_end; at.next()) {
-    const float* rows = partials + (at.row - item.row_begin) * row_stride;
+    const float* part = partials + (at.row - item.row_begin) * row_stride;
     float maximum = kFloor, sum = 0;
-    for (int64_t i = 0; i < parts; ++i) maximum = rows[i * stride + dims] > maximum ? rows[i * stride + dims] : maximum;
     alignas(64) float total[kMaxHeadDim];
     memset(total, 0, dims * sizeof(float));
-    for (int64_t i = 0; i < parts; ++i) {
-      const float* part = rows + i * stride;
-      const vf weight = exp2_of<T::kPrecise>(splat(part[dims] - maximum));
-      sum += part[dims + 1] * weight[0];
-      for (int64_t d = 0; d < dims; d += VW) storef(total + d, loadf(total + d) + loadf(part + d) * weight);
+    for (int64_t i = 0; i < parts; ++i, part += stride) {
+      const float now = part[dims], top = now > maximum ? now : maximum;
+      const float less = weight_of<T>(splat(now < maximum ? now : maximum), splat(top), factor)[0];
+      sum = join(total, part, dims, maximum == top ? 1 : less, now == top ? 1 : less, sum, part[dims + 1]);
+      maximum = top;
     }
-    write_row<T>(p, item, at, total, maximum, sum);
+    write_row<T>(p, item, at, total, maximum * factor, sum);
   }
 }
 

@@ -24,8 +24,10 @@ struct Scratch {
   float* accumulator;  // [rows][padded_dim]
   int64_t* positions;  // [rows], of their queries
   float* maximum;      // [rows + VW]
-  float* sums;         // [rows][VW], to be added up
-  float* decay;              // [kPassRows]
+  float* sums;         // [rows]
+  float* found;        // [kPassRows][padded_dim], of one tile
+  float* kept;         // [kPassRows]: what it takes of the row so far
+  float* taken;        // and of the tile
   float* query_units;        // [rows], of int8 caches: what an integer of the row's query is worth
   float* probability_units;  // [kPassRows]: and of its probabilities
   uint32_t* edge_values;  // two rows of cells [padded_dim]: pairs of which one token must not be read
@@ -40,9 +42,8 @@ int64_t keys_bytes(const AttentionProblem& p) { return p.cache.latent ? kKeyTile
 
 int64_t scratch_bytes(const AttentionProblem& p) {
   const int64_t scores = kPassRows * (kKeyTile + kKeyTile / 2) * 4;
-  const int64_t vectors = rows_bytes(p.cache.head_dim) + rows_bytes(p.cache.padded_dim) + rows_bytes(VW) +
-                          6 * rows_bytes(1) + VW * 4;
-  return scores + vectors + 2 * p.cache.padded_dim * 4 + 2 * kKeyTile * 4 + keys_bytes(p) + 64;
+  const int64_t vectors = rows_bytes(p.cache.head_dim) + rows_bytes(p.cache.padded_dim) + 8 * rows_bytes(1) + VW * 4;
+  return scores + vectors + kPassRows * p.cache.padded_dim * 4 + 2 * p.cache.padded_dim * 4 + 2 * kKeyTile * 4 + keys_bytes(p) + 64;
 }
 
 Scratch carve(const AttentionProblem& p, void* memory) {
@@ -55,8 +56,10 @@ Scratch carve(const AttentionProblem& p, void* memory) {
   s.accumulator = (float*)take(rows_bytes(p.cache.padded_dim));
   s.positions = (int64_t*)take(rows_bytes(2));
   s.maximum = (float*)take(rows_bytes(1) + VW * 4);
-  s.sums = (float*)take(rows_bytes(VW));
-  s.decay = (float*)take(rows_bytes(1));
+  s.sums = (float*)take(rows_bytes(1));
+  s.found = (float*)take(kPassRows * p.cache.padded_dim * 4);
+  s.kept = (float*)take(rows_bytes(1));
+  s.taken = (float*)take(rows_bytes(1));
   s.query_units = (float*)take(rows_bytes(1));
   s.probability_units = (float*)take(rows_bytes(1));
   s.edge_values = (uint32_t*)take(2 * p.cache.padded_dim * 4);

@@ -84,19 +84,13 @@ void scores_block(const uint32_t* a, int64_t lda, const typename T::Cell* const*
     for (int j = 0; j < C; ++j) storef(c + i * ldc + j * VW, T::as_float(acc[i][j]));
 }
 
-// C = C * decay + P * V for R rows and C vectors of dims, over all segments of a key tile. `unit`: of a row of P, where
-// it is integers. `ahead` (or null): the next tile's keys by vectors of tokens, to be asked for, whose rows are `ldk` apart.
+// C = P * V for R rows and C vectors of dims, over all segments of a key tile. `unit`: of a row of P, where it is
+// integers. `ahead` (or null): the next tile's keys by vectors of tokens, to be asked for, whose rows are `ldk` apart.
 template <class T, int R, int C>
 void values_block(const uint32_t* a, int64_t lda, const Segment<T>* segments, int64_t num_segments, int64_t dim,
-                  int64_t ldb, const float* decay, const float* unit, float* c, int64_t ldc,
-                  const typename T::Cell* const* ahead, int64_t ldk) {
+                  int64_t ldb, const float* unit, float* c, int64_t ldc, const typename T::Cell* const* ahead,
+                  int64_t ldk) {
   typename T::Sum acc[R][C] = {};
-  if constexpr (!T::kScaled) {
-#pragma GCC unroll 8
-    for (int i = 0; i < R; ++i)
-#pragma GCC unroll 8
-      for (int j = 0; j < C; ++j) acc[i][j] = loadf(c + i * ldc + j * VW) * splat(decay[i]);
-  }
   for (int64_t s = 0; s < num_segments; ++s) {
     const typename T::Cell* b[C];
     for (int j = 0; j < C; ++j) b[j] = segments[s].base + dim + j * VW;
@@ -120,7 +114,7 @@ void values_block(const uint32_t* a, int64_t lda, const Segment<T>* segments, in
 #pragma GCC unroll 8
     for (int j = 0; j < C; ++j) {
       vf sum = T::as_float(acc[i][j]);
-      if constexpr (T::kScaled) sum = loadf(c + i * ldc + j * VW) * splat(decay[i]) + sum * splat(unit[i]);
+      if constexpr (T::kScaled) sum = sum * splat(unit[i]);
       storef(c + i * ldc + j * VW, sum);
     }
 }
@@ -168,8 +162,7 @@ void all_scores(const uint32_t* a, int64_t lda, int64_t rows, const typename T::
 
 template <class T>
 void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment<T>* segments, int64_t num_segments,
-                int64_t dims, const float* decay, const float* unit, float* c, const typename T::Cell* const* ahead,
-                int64_t ldk) {
+                int64_t dims, const float* unit, float* c, const typename T::Cell* const* ahead, int64_t ldk) {
   for (int64_t d = 0; d < dims;) {
     const bool wide = d + kMaxCols * VW <= dims;
     for (int64_t r = 0; r < rows; r += kMaxRows) {
@@ -177,8 +170,7 @@ void all_values(const uint32_t* a, int64_t lda, int64_t rows, const Segment<T>* 
       with_rows(n, [&](auto tag) {
         constexpr int R = decltype(tag)::value;
         const auto block = wide ? values_block<T, R, kMaxCols> : values_block<T, R, 1>;
-        block(a + r * lda, lda, segments, num_segments, d, dims, decay + r, unit + r, c + r * dims + d, dims,
-              ahead, ldk);
+        block(a + r * lda, lda, segments, num_segments, d, dims, unit + r, c + r * dims + d, dims, ahead, ldk);
       });
     }
     d += wide ? kMaxCols * VW : VW;

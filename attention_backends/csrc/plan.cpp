@@ -109,7 +109,8 @@ class Planner {
   // One tile of rows of every KV head, split where it has no fellows that keep threads busy.
   void add_tile(WorkItem item, bool may_split) {
     const int64_t rows = item.row_end - item.row_begin;
-    const int64_t keys = rows > kFewRows ? 4 * kSplit : kSplit;  // adding up a part costs as much as 30 keys
+    // Tiles of AMX are joined otherwise than its parts, so those may be longer: adding one up costs as much as 30 keys.
+    const int64_t keys = rows > kFewRows && row_tile_ > kRowTile ? 4 * kSplit : kSplit;
     const int64_t first_part = item.kv_begin / keys, last_part = (item.kv_end - 1) / keys;
     const bool split = may_split && last_part > first_part;
     const int32_t first_group = split ? add_groups(item, last_part - first_part + 1) : -1;

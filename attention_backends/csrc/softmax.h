@@ -9,6 +9,13 @@ namespace {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kFloor = -1e30f;  // the running maximum starts here, so that -inf - maximum is never NaN
 
+// Whether scores stay as they are up to the exponential, whose exponents are in units of `factor_of`. Maxima are, too, and
+// subtracted before: a product that is rounded there and fused here would differ by more than 2^7 where scores are huge.
+PAGELOOM_INLINE bool is_plain(const pageloom::AttentionProblem& p) {
+  return p.soft_cap == 0 && p.scale > 0 && p.cache.dtype != pageloom::Dtype::kInt8;
+}
+PAGELOOM_INLINE float factor_of(const pageloom::AttentionProblem& p) { return is_plain(p) ? p.scale * kLog2e : 1.0f; }
+
 // What a row's values, weighted by 2^(score - maximum), are multiplied with at its end. `head`: of the queries. The sink
 // joins here, when all of the row's keys are in `sum`: once, however they were split.
 template <bool kPrecise>

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import replace
+from shared_natives import cache_with_natives
 
 from attention_backends.interface import AttentionBackend
 from attention_backends.reference import ReferenceBackend
@@ -90,7 +91,7 @@ def config(
         scheduler=SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=MAX_LEN, max_waiting=8
         ),
-        compile=CompileConfig(mode=mode, graphs=graphs, cache_dir=str(cache_dir)),
+        compile=CompileConfig(mode=mode, graphs=graphs, cache_dir=str(cache_with_natives(cache_dir))),
         device=DeviceConfig(kind="cpu", debug_sync=debug_sync),
         max_logprobs=5,
     )
