@@ -93,6 +93,7 @@ class CpuBackend(AttentionBackend):
         self._native_step: Callable[..., torch.Tensor] = _unprepared
         self._supported: tuple[Isa, ...] = ()
         self._kv_dtype: torch.dtype | None = None
+        self._invariant = False
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -108,6 +109,7 @@ class CpuBackend(AttentionBackend):
             chunk=True,
             latent=True,
             context_parts=True,
+            invariant=True,
         )
 
     @classmethod
@@ -121,7 +123,7 @@ class CpuBackend(AttentionBackend):
         """Raises RuntimeError: an int8 cache serves bfloat16 queries only."""
         if spec.kv_dtype == torch.int8 and spec.dtype != torch.bfloat16:
             raise RuntimeError(f"CpuBackend: an int8 KV cache serves torch.bfloat16 queries, not {spec.dtype}")
-        self._kv_dtype = spec.kv_dtype
+        self._kv_dtype, self._invariant = spec.kv_dtype, spec.invariant
 
     def prepare(self, cache_dir: Path | None = None) -> None:
         """Builds (once per machine) and loads the kernels. Raises BuildError; RuntimeError if the CPU lacks `isa`."""
@@ -132,6 +134,8 @@ class CpuBackend(AttentionBackend):
         if self._isa and ISAS[self._isa] not in self._supported:
             have = ", ".join(self._supported)
             raise RuntimeError(f"CpuBackend: this CPU (or compiler) has {have}, not {ISAS[self._isa]}")
+        if self._invariant and self._isa in (0, ISAS.index("amx")):  # tiles serve many rows alone, and add otherwise
+            self._isa = max(ISAS.index(isa) for isa in self._supported if isa != "amx")
         self._paged_attention = ops.paged_attention.default
         self._write_kv = ops.write_kv.default
         self._copy_blocks = ops.copy_blocks.default
@@ -141,7 +145,12 @@ class CpuBackend(AttentionBackend):
         self._merge_parts = ops.merge_parts.default
         self._head_product = ops.head_product.default
         self._latent_kernels = LatentKernels(
-            self._attend, self.write_kv, self._multiply_heads, self.kv_cache_shape, self._new_step
+            self._attend,
+            self.write_kv,
+            self._multiply_heads,
+            self.kv_cache_shape,
+            self._new_step,
+            absorbs_all=self._invariant,
         )
         self._native_layer = ops.native_layer.default
         self._native_step = ops.native_step.default

@@ -33,6 +33,8 @@ class LatentKernels:
     """(x, weight, out, transposed)"""
     kv_cache_shape: Callable[[int, int, int, int], tuple[int, ...]]
     new_step: Callable[[], int]
+    absorbs_all: bool
+    """one way for all, whose results are the same bits however a sequence is cut into steps"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ def attend_to_latents(
     sizes = LatentSizes.of(layer, latent)
     if sizes not in metadata.latent_ways:
         metadata.latent_ways[sizes] = split(metadata, kv_cache.size(3), sizes, kernels.new_step)
-    ways = None if layer.signed_window else metadata.latent_ways[sizes]  # blocks before a window are another's
+    one_way = kernels.absorbs_all or layer.signed_window  # blocks before a window are another's
+    ways = None if one_way else metadata.latent_ways[sizes]
     layer = replace(layer, latent=None, shares=0)  # all is written
     if ways is None:
         _absorb(kernels, q[:real], out[:real], kv_cache, layer, latent, metadata)

@@ -88,6 +88,8 @@ class Capabilities:
     """of the queries' dtype"""
     context_parts: bool = False
     """`AttentionBatch.context` may be less than the whole"""
+    invariant: bool = False
+    """see `AttentionSpec`"""
     capture_safe: bool = False
     """true when `forward` may be recorded in a CUDA graph and replayed with new metadata in the same buffers"""
 
@@ -103,6 +105,8 @@ class AttentionSpec:
     """of the cache"""
     head_dims: tuple[int, ...]
     """of its layers, each once; not of those that keep latents"""
+    invariant: bool = False
+    """a row's bits must depend on its keys alone, not on the batch or how its sequence is cut into steps"""
 
 
 @dataclass(frozen=True)

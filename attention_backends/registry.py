@@ -33,6 +33,7 @@ _NAMES = {
     "chunk": "chunked attention",
     "latent": "latent attention (MLA)",
     "context_parts": "decode context parallelism",
+    "invariant": "sums that do not depend on the batch (batch_invariant)",
 }
 """of what a layer may need, in `Capabilities`"""
 
@@ -70,19 +71,19 @@ def select(
     needs_chunk: bool = False,
     needs_latent: bool = False,
     needs_parts: bool = False,
+    needs_invariant: bool = False,
 ) -> Selection:
     """The fastest backend that can serve, or the one called `name`, prepared (built kernels go under `cache_dir`).
 
     `head_dims`: of all layers that keep keys and values. `kv_dtype`: of the cache; None: `dtype`. Rejections are
     logged. Raises NoBackendError with every reason.
     """
-    points, sizes = registered(), tuple(sorted(set(head_dims)))
+    points, sizes, kind = registered(), tuple(sorted(set(head_dims))), torch.device(device).type
     needed = {"window": needs_window, "soft_cap": needs_soft_cap, "sinks": needs_sinks, "chunk": needs_chunk}
-    needed |= {"latent": needs_latent, "context_parts": needs_parts}
+    needed |= {"latent": needs_latent, "context_parts": needs_parts, "invariant": needs_invariant}
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
     rejected, elsewhere = dict[str, str](), set[str]()
-    kind = torch.device(device).type
     candidates: list[tuple[int, str, type[AttentionBackend]]] = []
     for each in sorted(points) if name is None else [name]:
         if (backend_class := _load(points[each], rejected)) is None:
@@ -104,7 +105,7 @@ def select(
     for _, each, backend_class in sorted(candidates, key=lambda candidate: candidate[:2]):
         backend = backend_class()
         try:
-            backend.bind(AttentionSpec(torch.device(device), dtype, kv_dtype or dtype, sizes))
+            backend.bind(AttentionSpec(torch.device(device), dtype, kv_dtype or dtype, sizes, needs_invariant))
             backend.prepare(cache_dir)
         except Exception as error:  # whatever a backend from outside raises, the others may still serve
             rejected[each] = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"

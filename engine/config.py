@@ -237,9 +237,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         ),
     ] = Limits()
     cache_dir: Annotated[str | None, _about("compiled code; default: PAGELOOM_CACHE or ~/.cache/pageloom")] = None
-    debug_sync: Annotated[
-        bool, _about("fail a steady decode step in which the host waits for the GPU (tests, hunting slow steps)")
-    ] = False
+    batch_invariant: Annotated[bool, _about("no bit of an answer depends on others (docs/invariance.md)")] = False
+    debug_sync: Annotated[bool, _about("fail a steady decode step in which the host waits for the GPU (tests)")] = False
     model_impl: Annotated[
         Literal["auto", "native", "transformers"],
         _about(
@@ -377,6 +376,8 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str | None = None
     debug_sync: bool = False
     """a hidden synchronisation in a steady decode step is an error (CUDA)"""
+    batch_invariant: bool = False
+    """a row's bits are its own: what would cut sums by the batch is left out, at a price, or refused"""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,7 @@ from engine.models.stages import stage_layers
 from engine.parallel_settings import check_model, crowded, facts_of_one, parallel_of, placed
 from engine.setting_checks import (
     Kind,
+    batch_invariant_of,
     check_files,
     check_settings,
     debug_sync_of,
@@ -132,6 +133,7 @@ def resolve(
             cores=args.cores,
             attention_backend=args.attention_backend,
             debug_sync=debug_sync_of(args, kind),
+            batch_invariant=batch_invariant_of(args, kind, dtype),
         ),
         max_logprobs=args.max_logprobs,
         limits=args.limits,

@@ -150,6 +150,18 @@ def graphs_of(args: EngineArgs, kind: Kind) -> GraphMode:
     return wanted
 
 
+def batch_invariant_of(args: EngineArgs, kind: Kind, dtype: str) -> bool:
+    """Raises `ConfigError` where sums are cut by the batch."""
+    if args.batch_invariant and kind != "cpu":
+        raise ConfigError("batch_invariant needs device='cpu': a GPU's kernels cut sums by the batch; leave it out")
+    if args.batch_invariant and dtype != "bfloat16":
+        raise ConfigError(
+            f"batch_invariant needs dtype='bfloat16', whose products are the engine's own; got {dtype!r}, and the "
+            "library cuts sums by the batch"
+        )
+    return args.batch_invariant
+
+
 def debug_sync_of(args: EngineArgs, kind: Kind) -> bool:
     if args.debug_sync and kind == "cpu":
         raise ConfigError("debug_sync needs device='cuda': on a CPU nothing runs behind the host; leave debug_sync out")

@@ -42,6 +42,7 @@ from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.context import ContextGroup
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
+from engine.runner.invariance import check_invariant
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
 from engine.weights.fallback_loader import load_fallback
@@ -217,6 +218,8 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
         model: Decoder | FallbackModel = _library_model(config, description, packer, group)
     else:
         model = _filled(config, description, spec, shown_layers, packer, place)
+    if config.device.batch_invariant:
+        check_invariant(model, packer)
     how = "natively" if spec is not None else "through the transformers library's module"
     logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
     on_host = packer if isinstance(packer, Packer) else None
@@ -338,6 +341,7 @@ def _backend(
             needs_chunk=any(layer.chunk is not None for layer in layers),
             needs_latent=any(layer.latent is not None for layer in layers),
             needs_parts=config.parallel.context > 1,
+            needs_invariant=config.device.batch_invariant,
         )
     except NoBackendError as error:
         raise ConfigError(str(error)) from error

@@ -113,7 +113,7 @@ class ModelRunner:
         self._runs_modules = threading.RLock()
         """held by steps, and by traces in another thread that change what modules do meanwhile"""
         self._counts = False  # whether compilations since the counter's mark are ones that should not have been
-        serves_meanwhile = self._dispatcher.mode == "none" and parts.group is None
+        serves_meanwhile = self._dispatcher.mode == "none" and parts.group is None and not config.device.batch_invariant
         self._compiles_behind = serves_meanwhile and config.compile.mode == "pieces"
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")

@@ -1,0 +1,33 @@
+"""Whether the rows of a model have bits of their own: `batch_invariant` promises it, and refuses where it cannot."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from engine.cpu_kernels.formats import Format
+from engine.errors import ConfigError
+from engine.models.experts import Experts
+from engine.models.layers import Linear
+from engine.models.packed import PackedLinear
+from engine.weights.packing import Packer
+
+_WHOLE_ROWS = (Format.BFLOAT16, Format.INT8, Format.FLOAT8, Format.FLOAT8_BLOCK, Format.FLOAT32)
+"""formats for which tiles (AMX) compute what vectors do; of the others many rows are multiplied as bfloat16, and few as
+int8"""
+
+
+def check_invariant(model: nn.Module, packer: object) -> None:
+    """Raises `ConfigError` for a layer whose products are the library's, which cuts sums by the number of rows, or are
+    computed in two ways by it."""
+    if not isinstance(packer, Packer):
+        raise ConfigError("batch_invariant needs the engine's own products, and their kernels cannot be built here")
+    by_tiles = "amx" in packer.ops.isas
+    for name, module in model.named_modules():
+        if isinstance(module, (Linear, nn.Linear, Experts)):
+            raise ConfigError(f"batch_invariant: {name} is computed by the library, which cuts sums by the batch")
+        if by_tiles and isinstance(module, PackedLinear) and Format(module.format) not in _WHOLE_ROWS:
+            stored = Format(module.format).name.lower()
+            raise ConfigError(
+                f"batch_invariant: with AMX, weights as {stored} ({name}) are multiplied in two ways, by the number of "
+                "rows; use quantization='int8' or 'none'"
+            )
