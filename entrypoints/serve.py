@@ -49,6 +49,14 @@ def build_parser() -> argparse.ArgumentParser:
         "at once (default: 30)",
     )
     parser.add_argument(
+        "--drain-delay",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long, before that, new requests are taken while /ready says 503: until whoever balances load has seen "
+        "it (default: 0)",
+    )
+    parser.add_argument(
         "--default-timeout",
         type=_some_seconds,
         metavar="SECONDS",

@@ -44,7 +44,8 @@ TAIL = """
 | sequences that run at once, beams of a search | `--max-num-seqs` |
 | sequences that wait, samples too; any number where none waits | `--max-waiting`, {waiting}: 503 with `Retry-After` |
 | alternatives of a token (`logprobs`, `prompt_logprobs`) | `--max-logprobs`, {logprobs} |
-| seconds that running requests may go on after SIGTERM | `--shutdown-timeout` |
+| seconds after SIGTERM in which new requests are still taken | `--drain-delay` |
+| seconds that running requests may go on behind those | `--shutdown-timeout` |
 """
 
 

@@ -67,11 +67,14 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True):
     ops_dtype: str = ""
     rows: int | None = None
     """a table of which each token reads one row; None: read whole"""
+    chosen: float = 1.0
+    """share of it that each token chooses, one as likely as another: experts"""
 
     def work(self, tokens: int) -> Work:
         if self.rows is not None:
             return Work(self.size_bytes / self.rows * min(tokens, self.rows))
-        return Work(self.size_bytes, {self.ops_dtype: self.ops_per_token * tokens} if self.ops_per_token else {})
+        read = self.size_bytes * (1.0 - (1.0 - self.chosen) ** tokens)
+        return Work(read, {self.ops_dtype: self.ops_per_token * tokens} if self.ops_per_token else {})
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from engine.errors import ConfigError, EngineError
 from engine.executor.inline import local_executor
 from engine.kv_budget import kv_bytes_per_token
 from engine.llm import LLM
+from engine.models.experts import Experts, Router
 from engine.models.facts import ModelFacts
+from engine.models.packed_experts import PackedExperts
 from engine.models.rope import RopeTable
 from engine.observability.step_profile import Recorder
 from engine.observability.step_work import Ceilings, ModelWeights, StepWork, Weight
@@ -155,6 +157,8 @@ def _tensors(parts: RunnerParts | None) -> Iterator[tuple[Weight, torch.Tensor]]
 
 
 def _weight(name: str, tensor: torch.Tensor, module: nn.Module, parts: RunnerParts) -> Weight:
+    if isinstance(module, (Experts, PackedExperts)) and name.endswith((".gate_up", ".down")):
+        return _experts(name, tensor, module, parts)
     rows = next((_rows(tensor, parts.facts, table) for table in _TABLES if table in name.split(".")), None)
     shape: tuple[int, ...]
     n, k = getattr(module, "n", None), getattr(module, "k", None)
@@ -167,6 +171,22 @@ def _weight(name: str, tensor: torch.Tensor, module: nn.Module, parts: RunnerPar
     ops = 2.0 * shape[0] * shape[1]
     dtype = _multiplied_in(tensor.nbytes, ops, parts.dtype)
     return Weight(name=name, size_bytes=tensor.nbytes, rows=rows, ops_per_token=ops, ops_dtype=dtype)
+
+
+def _experts(name: str, tensor: torch.Tensor, module: Experts | PackedExperts, parts: RunnerParts) -> Weight:
+    """All experts of a layer, of which each token has a few."""
+    assert isinstance(parts.model, nn.Module)
+    layer = parts.model.get_submodule(name.rsplit(".", 2)[0])
+    [router] = [each for each in layer.children() if isinstance(each, Router)]
+    if isinstance(module, PackedExperts):
+        gated = 2 if name.endswith(".gate_up") else 1
+        elements = gated * module.inner * parts.facts.hidden_size
+    else:
+        elements = tensor[0].numel()
+    ops, count = 2.0 * elements * router.spec.top_k, tensor.shape[0]
+    dtype = _multiplied_in(tensor.nbytes, 2.0 * elements * count, parts.dtype)
+    chosen = min(1.0, router.spec.top_k / count)
+    return Weight(name=name, size_bytes=tensor.nbytes, ops_per_token=ops, ops_dtype=dtype, chosen=chosen)
 
 
 def _multiplied_in(size_bytes: int, ops: float, dtype: torch.dtype) -> str:

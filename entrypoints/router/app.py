@@ -67,6 +67,7 @@ class Router:
         self.prefill, self.decode = Servers(prefill), Servers(decode)
         self._limits, self.bodies, self.unanswered = limits, Bodies(limits), Unanswered()
         self.client = _Client(timeout=httpx.Timeout(None, connect=5.0), limits=httpx.Limits(max_connections=None))
+        self.draining = False
         self.two_hops = self.one_hop = self.prefill_failures = 0
         """requests since the start, by how they were answered; first hops that brought nothing, not for the client's
         fault"""
@@ -85,7 +86,7 @@ class Router:
         methods = ["GET", "POST", "DELETE", "OPTIONS"]
         routes = [
             Route("/health", self._health),
-            Route("/ready", self._health),
+            Route("/ready", self._ready),
             Route("/metrics", self._metrics),
             Route("/{path:path}", self._pass_on, methods=methods),
         ]
@@ -98,6 +99,11 @@ class Router:
             for kind, servers in (("prefill", self.prefill), ("decode", self.decode))
         }
         return JSONResponse(status, status_code=200 if self.decode.any_lives else 503)
+
+    async def _ready(self, request: Request) -> Response:
+        if not self.draining:
+            return await self._health(request)
+        return JSONResponse(error_body("the router is shutting down", "server_error", None, "shutting_down"), 503)
 
     async def _metrics(self, request: Request) -> Response:
         lines = [
@@ -240,9 +246,12 @@ class Router:
 
 
 class RouterServer(EndingServer):
-    def __init__(self, config: uvicorn.Config, router: Router, grace_s: float) -> None:
-        super().__init__(config, grace_s)
+    def __init__(self, config: uvicorn.Config, router: Router, grace_s: float, notice_s: float) -> None:
+        super().__init__(config, grace_s, notice_s)
         self._router = router
+
+    def announce_end(self) -> None:
+        self._router.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

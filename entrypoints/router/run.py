@@ -76,7 +76,7 @@ async def serve_router(options: argparse.Namespace, listener: socket.socket) -> 
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
     )
-    server = RouterServer(config, router, options.shutdown_timeout)
+    server = RouterServer(config, router, options.shutdown_timeout, options.drain_delay)
     with signals_are_uvicorns():
         await server.serve(sockets=[listener])
     return 0 if server.started else 1

@@ -1,6 +1,7 @@
 """The orderly end of a server. uvicorn waits for running requests without a limit, or cancels what runs, which leaves
 tracebacks and broken connections. Here a signal ends the server when running requests have ended, or after
-`--shutdown-timeout`: then their clients get an error. A second signal waits for nothing."""
+`--shutdown-timeout`: then their clients get an error. For `--drain-delay` before that it takes new requests as ever, and
+says that it will not: who looks at `/ready` sends no more. A second signal waits for nothing."""
 
 from __future__ import annotations
 
@@ -33,13 +34,14 @@ _NEVER_S = 5.0
 class EndingServer(ABC, uvicorn.Server):
     """What runs is `num_running`, until `end_running` gives it an error."""
 
-    def __init__(self, config: uvicorn.Config, grace_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, grace_s: float, notice_s: float = 0.0) -> None:
+        """`grace_s`: for running requests, when no more are taken, which is `notice_s` after the signal."""
         config.timeout_graceful_shutdown = int(grace_s + _LAST_ANSWERS_S + _NEVER_S)
         super().__init__(config)
-        self._grace_s = grace_s
+        self._grace_s, self._notice_s = grace_s, notice_s
         self._ending = False
         self._hurried = False
-        """a second signal came: nothing is waited for"""
+        """a second signal came, or nobody is left who could answer: nothing is waited for"""
         self._woken = asyncio.Event()
         self._wake: Callable[[], object] = lambda: None
 
@@ -55,15 +57,29 @@ class EndingServer(ABC, uvicorn.Server):
         loop = asyncio.get_running_loop()
         self._wake = lambda: loop.call_soon_threadsafe(self._woken.set)
         while not await self.on_tick(0):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), _TICK_S)
-            self._woken.clear()
+            await self._tick(_TICK_S)
+        if not self.signalled or not self._notice_s:
+            return
+        logger.info("shutting down in %g s, until which requests are taken (again to end now)", self._notice_s)
+        ends_at = time.monotonic() + self._notice_s
+        while not self._hurried and (left_s := ends_at - time.monotonic()) > 0:
+            await self._tick(min(left_s, _TICK_S))
+            await self.on_tick(0)
+
+    async def _tick(self, most_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), most_s)
+        self._woken.clear()
+
+    def announce_end(self) -> None:
+        """Of a signal's handler: whoever asks is told from now on."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not uvicorn's `force_exit`, which leaves whatever runs to be cancelled."""
         self._hurried = self.should_exit
         self._captured_signals.append(sig)
         self.should_exit = True
+        self.announce_end()
         self._wake()
 
     @property

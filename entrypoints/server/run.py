@@ -126,10 +126,16 @@ class Server(EndingServer):
     """Around one started engine."""
 
     def __init__(
-        self, config: uvicorn.Config, app: FastAPI, engine: AsyncEngine, grace_s: float, watched: Sequence[Watched]
+        self,
+        config: uvicorn.Config,
+        app: FastAPI,
+        engine: AsyncEngine,
+        grace_s: float,
+        notice_s: float,
+        watched: Sequence[Watched],
     ) -> None:
         """`watched`: files that are read again when they change, and on SIGHUP."""
-        super().__init__(config, grace_s)
+        super().__init__(config, grace_s, notice_s)
         self._watched = watched
         self._supervisor = Supervisor(os.environ, os.getpid())
         self._app = app
@@ -184,9 +190,12 @@ class Server(EndingServer):
             self._engine.check_health()
         except CoreDiedError as error:
             if not self._ending and self.death is None:
-                self.death = error
+                self.death, self._hurried = error, True
                 logger.error("the engine core died; the server ends: %s", error)
         return await super().on_tick(counter) or self.death is not None
+
+    def announce_end(self) -> None:
+        self._app.state.draining = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._supervisor.stopping()
@@ -205,7 +214,7 @@ class Server(EndingServer):
 async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: argparse.Namespace) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
     status. Of `options` it reads api_key, api_key_file, keys, allowed_origins, root_path, ssl_certfile, ssl_keyfile,
-    shutdown_timeout, pinned_prefixes, log_level and the fields of `ServerSettings`."""
+    shutdown_timeout, drain_delay, pinned_prefixes, log_level and the fields of `ServerSettings`."""
     signals: list[int] = []
     try:
         keyring = check_options(options)
@@ -219,7 +228,8 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
             await app.state.adapters.load(module)
         app.root_path = options.root_path.rstrip("/")
         config = _uvicorns_config(app, engine, options)
-        server = Server(config, app, engine, options.shutdown_timeout, _watched(config, options, keyring))
+        waits = options.shutdown_timeout, options.drain_delay
+        server = Server(config, app, engine, *waits, _watched(config, options, keyring))
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two tokens need not walk through it
         with signals_are_uvicorns():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scripted_server import save_model
 from shared_natives import cache_with_natives
+from transformers import Qwen3MoeConfig
 
 from engine.config import EngineArgs
 from engine.errors import ConfigError
@@ -121,6 +122,28 @@ def test_parts_add_up_and_floors_follow_from_bytes_and_operations(
     assert prefill["units"] == 3 and prefill["per"] == "prompt" and prefill["tokens_per_unit"] == 50
     assert parts["attention"]["ops"] == LAYERS * 4 * HEADS * DIM * (50 * 51 // 2)
     assert "hand-over" not in parts  # nothing follows a prompt's only step
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_a_mixture_a_token_reads_its_own_experts(
+    dtype: str, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts, chosen, inner = 8, 2, 32
+    shape = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "moe_intermediate_size": inner}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM}
+    config = Qwen3MoeConfig(**shape, **heads, num_experts=experts, num_experts_per_tok=chosen)
+    save_model(tmp_path, bos=False)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    more = ["--batch", "1", "--context", "20", "--prompt", "20", "--steps", "4", "--reps", "1", "--dtype", dtype]
+    assert main(command(str(tmp_path), cache, *more)) == 0
+    decode, _ = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    of_all = QKV + HIDDEN * HIDDEN + HIDDEN * experts
+    model = by_name(decode)["model"]
+    assert model["ops"] == 2 * LAYERS * (of_all + chosen * 3 * HIDDEN * inner)
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    least = size * LAYERS * (of_all + chosen * 3 * HIDDEN * inner)
+    assert least < model["read_bytes"] < 1.1 * least + size * LAYERS * 4 * HIDDEN + 2048
 
 
 def test_a_long_prompt_is_one_unit_of_several_steps(

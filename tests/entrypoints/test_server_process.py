@@ -118,6 +118,28 @@ def test_running_requests_go_on_after_sigterm_and_the_server_ends_with_the_last(
         wait_for_line(log, "1 running requests")
 
 
+def test_until_the_delay_is_over_requests_are_taken_and_ready_says_no(tiny_server_model: Path) -> None:
+    with process(tiny_server_model, "--drain-delay=1000") as (server, base, log):
+        assert httpx.get(f"{base}/ready").status_code == 200
+        server.send_signal(signal.SIGTERM)
+        wait_for_line(log, "shutting down in 1000 s")
+        refused = httpx.get(f"{base}/ready")
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert httpx.get(f"{base}/health").status_code == 200
+        answer = httpx.post(f"{base}/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+        server.send_signal(signal.SIGTERM)  # again: nothing is waited for
+        assert server.wait(timeout=60) == 0, log
+    with process(tiny_server_model, "--drain-delay=0.2") as (server, base, log):
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0, log
+    with process(tiny_server_model, "--drain-delay=1000", "die_at=1") as (server, base, log):
+        server.send_signal(signal.SIGTERM)
+        wait_for_line(log, "shutting down in 1000 s")
+        assert httpx.post(f"{base}/v1/completions", json={"prompt": "x"}, timeout=20).status_code == 500
+        assert server.wait(timeout=60) == 1, log  # nobody is left who could answer
+
+
 def test_sigterm_waits_for_no_thread_that_tokenizes(tiny_server_model: Path) -> None:
     with process(tiny_server_model, "tokenize_s=1000", "--shutdown-timeout=1000") as (server, base, log):
         answers: list[httpx.Response] = []

@@ -108,6 +108,13 @@ def test_weights_are_read_whole_and_tables_by_the_row() -> None:
     assert step_work().of(StepPlan(step_id=0, released=[3]), {}) == {}
 
 
+def test_of_experts_those_are_read_that_some_token_has_chosen() -> None:
+    experts = Weight(name="experts.down", size_bytes=3200, ops_per_token=128.0, ops_dtype="f", chosen=4 / 32)
+    assert experts.work(1).bytes == pytest.approx(400)
+    assert experts.work(2).bytes == pytest.approx(750)  # an eighth of the second's are the first's, too
+    assert experts.work(500).bytes == pytest.approx(3200) and experts.work(500).ops == {"f": 64_000.0}
+
+
 def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
     assert Work(50.0, {"f": 100.0}).floor_s(CEILINGS) == pytest.approx(0.5)
     assert Work(50.0, {"f": 900.0, "q": 400.0}).floor_s(CEILINGS) == pytest.approx(1.0)
