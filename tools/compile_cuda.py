@@ -1,10 +1,10 @@
 """Compile every CUDA kernel of the tree for every target without a GPU, and read what ptxas says of each: a kernel that
 spills more registers than its stated budget fails the build.
 
-Run: python tools/compile_cuda.py [--exhaustive] [--jobs N]. For sm_80 and for sm_90a every head size is compiled, and all
-types, with --exhaustive every combination of them, for sm_89 too. Prints a table of registers, shared memory, stack and spills. Exits 1 when a unit does
-not compile, a kernel spills beyond its budget, or no kernel was found. Without nvcc it says SKIPPED loudly and exits 0:
-the binding, which needs only a C++ compiler, is compiled all the same.
+Run: python tools/compile_cuda.py [--exhaustive] [--jobs N]. For sm_80 and for sm_90a every head size is compiled, and
+all types, with --exhaustive every combination of them, for sm_89 too. Prints a table of registers, shared memory, stack
+and spills. Exits 1 when a unit does not compile, a kernel spills beyond its budget, or no kernel was found. Without
+nvcc it says SKIPPED loudly and exits 0: the binding, which needs only a C++ compiler, is compiled all the same.
 
 What ptxas said is kept in the cache directory under the hash of all that decides it: `Toolchain`.
 """

@@ -1,6 +1,6 @@
 """A rolling restart under load: how many requests fail?
 
-    python tools/rolling_restart.py MODEL [--requests 2000] [--at-once 16] [--drain-delay 0.5] [-- ENGINE-SERVE'S OPTIONS]
+    python tools/rolling_restart.py MODEL [--requests 2000] [--at-once 16] [--drain-delay 0.5] [-- MORE OF engine-serve]
 
 Two servers stand behind a balancer that asks each for `/ready` ten times a second, sends to those that said yes, and
 tries nothing twice. While requests come, half of them streamed, one server after the other is ended by SIGTERM and
