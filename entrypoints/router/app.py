@@ -246,7 +246,7 @@ class Router:
 
 
 class RouterServer(EndingServer):
-    def __init__(self, config: uvicorn.Config, router: Router, grace_s: float, notice_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, router: Router, grace_s: float, notice_s: float = 0.0) -> None:
         super().__init__(config, grace_s, notice_s)
         self._router = router
 
