@@ -40,29 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate (PEM)")
     parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
-    parser.add_argument(
-        "--shutdown-timeout",
-        type=_seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long SIGTERM and Ctrl-C let running requests go on before they are ended; a second signal ends them "
-        "at once (default: 30)",
-    )
-    parser.add_argument(
-        "--drain-delay",
-        type=_seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="how long, before that, new requests are taken while /ready says 503: until whoever balances load has seen "
-        "it (default: 0)",
-    )
-    parser.add_argument(
-        "--default-timeout",
-        type=_some_seconds,
-        metavar="SECONDS",
-        help="in which a request must end that has no header x-request-timeout: what cannot be served so soon is "
-        "refused at once, and what is late ends (default: requests have time)",
-    )
+    _add_times(parser)
     parser.add_argument(
         "--pinned-prefixes",
         type=Path,
@@ -241,6 +219,32 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
     return int(text)
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long SIGTERM and Ctrl-C let running requests go on before they are ended; a second signal ends them "
+        "at once (default: 30)",
+    )
+    parser.add_argument(
+        "--drain-delay",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long, before that, new requests are taken while /ready says 503: until whoever balances load has "
+        "seen it (default: 0)",
+    )
+    parser.add_argument(
+        "--default-timeout",
+        type=_some_seconds,
+        metavar="SECONDS",
+        help="in which a request must end that has no header x-request-timeout: what cannot be served so soon is "
+        "refused at once, and what is late ends (default: requests have time)",
+    )
 
 
 def _seconds(text: str) -> float:

@@ -153,9 +153,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--drain-delay", type=float, default=0.5)
-    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    options = parser.parse_args(sys.argv[1:end])
-    options.options = sys.argv[end + 1 :]
+    own = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = parser.parse_args(sys.argv[1:own])
+    options.options = sys.argv[own + 1 :]
     restarts = asyncio.run(run(options))
     for end in restarts.ends:
         print(f"/ready said no after {end.noticed_ms:.0f} ms; ended after {end.took_s:.2f} s with {end.status}")

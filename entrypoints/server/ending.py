@@ -1,7 +1,7 @@
 """The orderly end of a server. uvicorn waits for running requests without a limit, or cancels what runs, which leaves
 tracebacks and broken connections. Here a signal ends the server when running requests have ended, or after
-`--shutdown-timeout`: then their clients get an error. For `--drain-delay` before that it takes new requests as ever, and
-says that it will not: who looks at `/ready` sends no more. A second signal waits for nothing."""
+`--shutdown-timeout`: then their clients get an error. For `--drain-delay` before that it takes new requests as ever,
+and says that it will not: who looks at `/ready` sends no more. A second signal waits for nothing."""
 
 from __future__ import annotations
 
