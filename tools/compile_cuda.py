@@ -196,14 +196,17 @@ class Unit:
 
 
 def kinds(exhaustive: bool) -> Iterator[CudaKernels]:
-    """The first and the last target with every head size and with all types, each pair once; or all of them on all
-    targets."""
+    """The first and the last target with every head size and with all types, and what most models have, and what may
+    spill; or all of them on all targets."""
     for i, head_dim in enumerate(HEAD_DIMS):
         if exhaustive:
             yield from (CudaKernels(head_dim, *types, each) for types in TYPES for each in CAPABILITIES)
         else:
             yield CudaKernels(head_dim, *TYPES[i % len(TYPES)], CAPABILITIES[0])
             yield CudaKernels(head_dim, *TYPES[(i - 1) % len(TYPES)], CAPABILITIES[-1])
+    if not exhaustive:
+        yield CudaKernels(128, *TYPES[0], CAPABILITIES[-1])
+        yield CudaKernels(96, torch.bfloat16, torch.float8_e4m3fn, CAPABILITIES[0])
 
 
 def compile_bindings(compiler: str, scratch: Path) -> str:

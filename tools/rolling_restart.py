@@ -59,6 +59,7 @@ class Restarts:
     answered: int = 0
     failures: list[str] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    over: bool = False
     _turn: int = 0
 
     async def look(self) -> None:
@@ -90,7 +91,7 @@ class Restarts:
             text = reply.text
             if body["stream"]:
                 events = [line.removeprefix("data: ") for line in text.splitlines() if line]
-                assert events[-1] == "[DONE]", events[-1]
+                assert events[-1:] == ["[DONE]"], events[-1:]
                 text = events[-2]
             assert json.loads(text)["usage"]["completion_tokens"] == TOKENS, text
             self.answered += 1
@@ -100,8 +101,10 @@ class Restarts:
     async def restart_in_turn(self) -> None:
         for turn in range(1 << 30):
             server, other = self.servers[turn % 2], self.servers[1 - turn % 2]
-            while not (server.ready and other.ready):
+            while not (server.ready and other.ready) and not self.over:
                 await asyncio.sleep(0.01)
+            if self.over:
+                return
             self.ends.append(await self.end(server))
             server.start()
 
@@ -137,7 +140,11 @@ async def run(options: argparse.Namespace) -> Restarts:
                     await restarts.ask(number)
 
             await asyncio.gather(*(asks() for _ in range(options.at_once)))
-            restarting.cancel()
+            restarts.over = True
+            async with asyncio.timeout(END_S + START_S):  # what was started last serves, too
+                await restarting
+                while not all(server.ready for server in restarts.servers):
+                    await asyncio.sleep(0.05)
         finally:
             looking.cancel()
             for server in restarts.servers:

@@ -11,9 +11,14 @@ using namespace pageloom;
 
 namespace {
 
+#if defined(__clang__)
+#define PAGELOOM_ONE_COPY __attribute__((noinline))
+#else
+#define PAGELOOM_ONE_COPY __attribute__((noinline, noclone))
+#endif
 // into = into * kept + found * taken, and the sums alike, which are returned. Never inlined: compilers choose which of two
 // products to contract with the addition, and everybody who joins must have the same bits.
-__attribute__((noinline)) float join(float* into, const float* found, int64_t dims, float kept, float taken, float sum,
+PAGELOOM_ONE_COPY float join(float* into, const float* found, int64_t dims, float kept, float taken, float sum,
                                      float found_sum) {
   for (int64_t d = 0; d < dims; d += VW) storef(into + d, loadf(into + d) * splat(kept) + loadf(found + d) * splat(taken));
   return sum * kept + found_sum * taken;
@@ -124,7 +129,8 @@ void attend_pass(const AttentionProblem& p, const WorkItem& item, KeyTile<T>& ti
   alignas(64) float found[(kPassRows + VW - 1) / VW * VW], sums[kPassRows];
   for (int64_t r = 0; r < count; ++r) {
     const bool any = seen[r].low < seen[r].high;
-    found[r] = any ? mask_and_reduce<T>(p, s, row + r, s.scores + r * kKeyTile, seen[r], plain) : kFloor;
+    const float top = any ? mask_and_reduce<T>(p, s, row + r, s.scores + r * kKeyTile, seen[r], plain) : kFloor;
+    found[r] = top < kFloor ? kFloor : top;  // keys that all score -inf count nothing; a NaN stays
   }
   for (int64_t r = count; r % VW != 0; ++r) found[r] = kFloor;
   constexpr int64_t kOperands = T::kPacked ? kKeyTile / 2 : kKeyTile;

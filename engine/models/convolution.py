@@ -22,6 +22,10 @@ class Convolution(nn.Module):
 
         self._native: NativeMix | None = None
 
+    @property
+    def is_native(self) -> bool:
+        return self._native is not None
+
     def compute_by(self, ops: LinearOps, isa: int = AUTO) -> None:
         """From now on natively, where there is a kernel; weights change no more."""
         spec = self.facts

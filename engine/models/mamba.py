@@ -39,6 +39,10 @@ class Mamba(nn.Module):
         """behind the norm, wherever that is"""
         self._native: NativeMix | None = None
 
+    @property
+    def is_native(self) -> bool:
+        return self._native is not None
+
     def compute_by(self, ops: LinearOps, isa: int = AUTO) -> None:
         """From now on natively, where there is a kernel; weights change no more."""
         spec = self.facts

@@ -3,7 +3,7 @@ the least time that this takes on a machine whose ceilings were measured (the ro
 
 Weights count once a step, by the bytes that they really take in memory; KV counts once per distinct block, so shared
 prefixes are not an excuse; activations, which stay in caches, and everything on the host count nothing: the floor
-is a bound, not a prediction. Torch-free.
+is a bound, not a prediction (but of experts, which count as if each token chose any of them alike). Torch-free.
 """
 
 from __future__ import annotations

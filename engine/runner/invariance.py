@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from engine.adapters.linear import AdaptedLinear
 from engine.cpu_kernels.formats import Format
 from engine.errors import ConfigError
+from engine.models.decoder import Decoder
 from engine.models.experts import Experts
 from engine.models.layers import Linear
 from engine.models.packed import PackedLinear
@@ -21,9 +23,15 @@ def check_invariant(model: nn.Module, packer: object) -> None:
     computed in two ways by it."""
     if not isinstance(packer, Packer):
         raise ConfigError("batch_invariant needs the engine's own products, and their kernels cannot be built here")
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            "batch_invariant needs a model that runs natively: the library's modules cut sums by the batch"
+        )
+    if not all(layer.is_native for layer in model.mixing):
+        raise ConfigError("batch_invariant: states of these sizes have no kernel, and are computed 64 tokens at a time")
     by_tiles = "amx" in packer.ops.isas
     for name, module in model.named_modules():
-        if isinstance(module, (Linear, nn.Linear, Experts)):
+        if isinstance(module, (Linear, nn.Linear, Experts, AdaptedLinear)):
             raise ConfigError(f"batch_invariant: {name} is computed by the library, which cuts sums by the batch")
         if by_tiles and isinstance(module, PackedLinear) and Format(module.format) not in _WHOLE_ROWS:
             stored = Format(module.format).name.lower()

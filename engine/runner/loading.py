@@ -218,8 +218,6 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
         model: Decoder | FallbackModel = _library_model(config, description, packer, group)
     else:
         model = _filled(config, description, spec, shown_layers, packer, place)
-    if config.device.batch_invariant:
-        check_invariant(model, packer)
     how = "natively" if spec is not None else "through the transformers library's module"
     logger.info("%s runs %s; weights: %s", facts.family, how, weight_forms(model))
     on_host = packer if isinstance(packer, Packer) else None
@@ -228,6 +226,8 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     draft_parts = None if draft is None else load_draft(config, draft, model, on_host)
     exchange = None if replicas is None else _exchange(config, model, replicas, dtype)
     adapters = _adapters(config, model, description.spec, device, place)
+    if config.device.batch_invariant:
+        check_invariant(model, packer)
     release_free_memory()
     if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
@@ -324,6 +324,8 @@ def _backend(
     if not facts.keeps_kv:
         if config.device.attention_backend is not None:
             raise ConfigError("attention_backend is of models that keep keys and values; leave it out for an encoder")
+        if config.device.batch_invariant:
+            raise ConfigError("batch_invariant: an encoder's attention is the library's, which cuts sums by the batch")
         return BidirectionalAttention()
     layers = [*facts.layers, *(() if draft is None else draft.facts.layers)]
     try:

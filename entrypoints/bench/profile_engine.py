@@ -174,18 +174,19 @@ def _weight(name: str, tensor: torch.Tensor, module: nn.Module, parts: RunnerPar
 
 
 def _experts(name: str, tensor: torch.Tensor, module: Experts | PackedExperts, parts: RunnerParts) -> Weight:
-    """All experts of a layer, of which each token has a few."""
+    """All experts of a layer, of which each token has a few; what no router is beside is every token's."""
     assert isinstance(parts.model, nn.Module)
     layer = parts.model.get_submodule(name.rsplit(".", 2)[0])
-    [router] = [each for each in layer.children() if isinstance(each, Router)]
+    tops = [each.spec.top_k for each in layer.children() if isinstance(each, Router)]
     if isinstance(module, PackedExperts):
         gated = 2 if name.endswith(".gate_up") else 1
         elements = gated * module.inner * parts.facts.hidden_size
     else:
         elements = tensor[0].numel()
-    ops, count = 2.0 * elements * router.spec.top_k, tensor.shape[0]
+    count = tensor.shape[0]
+    top_k = min([*tops, count])
+    ops, chosen = 2.0 * elements * top_k, top_k / count
     dtype = _multiplied_in(tensor.nbytes, 2.0 * elements * count, parts.dtype)
-    chosen = min(1.0, router.spec.top_k / count)
     return Weight(name=name, size_bytes=tensor.nbytes, ops_per_token=ops, ops_dtype=dtype, chosen=chosen)
 
 

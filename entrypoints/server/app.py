@@ -51,7 +51,7 @@ class Application(FastAPI):
     """Request ids are outermost: answers to unexpected errors are made outside of every middleware."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        return RequestIds(super().build_middleware_stack())
+        return RequestIds(super().build_middleware_stack(), lambda: bool(self.state.draining))
 
 
 def create_app(

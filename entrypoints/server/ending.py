@@ -41,7 +41,7 @@ class EndingServer(ABC, uvicorn.Server):
         self._grace_s, self._notice_s = grace_s, notice_s
         self._ending = False
         self._hurried = False
-        """a second signal came, or nobody is left who could answer: nothing is waited for"""
+        """a second signal came: nothing is waited for"""
         self._woken = asyncio.Event()
         self._wake: Callable[[], object] = lambda: None
 
@@ -58,11 +58,11 @@ class EndingServer(ABC, uvicorn.Server):
         self._wake = lambda: loop.call_soon_threadsafe(self._woken.set)
         while not await self.on_tick(0):
             await self._tick(_TICK_S)
-        if not self.signalled or not self._notice_s:
+        if not self.can_answer or not self._notice_s:
             return
         logger.info("shutting down in %g s, until which requests are taken (again to end now)", self._notice_s)
         ends_at = time.monotonic() + self._notice_s
-        while not self._hurried and (left_s := ends_at - time.monotonic()) > 0:
+        while self.can_answer and not self._hurried and (left_s := ends_at - time.monotonic()) > 0:
             await self._tick(min(left_s, _TICK_S))
             await self.on_tick(0)
 
@@ -70,6 +70,11 @@ class EndingServer(ABC, uvicorn.Server):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._woken.wait(), most_s)
         self._woken.clear()
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether there is a point in taking requests."""
+        return True
 
     def announce_end(self) -> None:
         """Of a signal's handler: whoever asks is told from now on."""

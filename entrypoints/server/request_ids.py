@@ -1,11 +1,13 @@
 """Headers of answers. All have `x-request-id`: the client's own where it is sane, else one that is made here. The
-server's log names it, so that whoever got "internal error" can be helped. Others by `add_header`."""
+server's log names it, so that whoever got "internal error" can be helped. Others by `add_header`. A server that is
+about to end closes each connection behind its answer: a client's pool then asks elsewhere."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import time
+from collections.abc import Callable
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,8 +45,8 @@ def send_of(scope: Scope, send: Send) -> Send:
 class RequestIds:
     """Outside of everything else, so that no answer lacks it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, is_ending: Callable[[], bool]) -> None:
+        self._app, self._is_ending = app, is_ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -58,7 +60,10 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] in _STARTS:
-                MutableHeaders(scope=message).update({HEADER: request_id, **scope.get(_MORE, {})})
+                headers = MutableHeaders(scope=message)
+                headers.update({HEADER: request_id, **scope.get(_MORE, {})})
+                if message["type"] == "http.response.start" and self._is_ending():
+                    headers["connection"] = "close"
             await send(message)
 
         token = CALLER.set(Caller(request_id, scope["path"], scope["headers"], set(), time.monotonic()))

@@ -143,7 +143,8 @@ class Server(EndingServer):
         self.death: CoreDiedError | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        if not self._watched or threading.current_thread() is not threading.main_thread():
+        supervised = bool(self._watched) or self._supervisor.is_there  # else it is a terminal that is closed
+        if not supervised or threading.current_thread() is not threading.main_thread():
             await super().serve(sockets)
             return
         loop = asyncio.get_running_loop()
@@ -190,9 +191,13 @@ class Server(EndingServer):
             self._engine.check_health()
         except CoreDiedError as error:
             if not self._ending and self.death is None:
-                self.death, self._hurried = error, True
+                self.death = error
                 logger.error("the engine core died; the server ends: %s", error)
         return await super().on_tick(counter) or self.death is not None
+
+    @property
+    def can_answer(self) -> bool:
+        return self.death is None
 
     def announce_end(self) -> None:
         self._app.state.draining = True

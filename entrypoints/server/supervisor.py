@@ -19,6 +19,10 @@ class Supervisor:
         self._watches = self._watches and int(environment.get("WATCHDOG_USEC", "0")) > 0
 
     @property
+    def is_there(self) -> bool:
+        return bool(self._address)
+
+    @property
     def watches(self) -> bool:
         """It wants to hear `alive` again and again."""
         return self._watches and bool(self._address)

@@ -53,6 +53,8 @@ class Sequences:
     kv_dtype: torch.dtype
     layer_options: dict[str, object] = field(default_factory=dict)
     seed: int = 0
+    lost: int | None = None
+    """a position of the first sequence whose key scores -inf"""
 
     @property
     def layer(self) -> AttentionLayer:
@@ -67,6 +69,9 @@ class Sequences:
         tables, blocks = self._tables()
         k, v = (torch.randn(blocks * self.block_size, KV_HEADS, self.dim).to(dtype) for _ in range(2))
         q = torch.randn(self.queries + len(self.lengths), self.layer.num_heads, self.dim).to(dtype) * 2
+        if self.lost is not None:
+            slot = int(tables[0, self.lost // self.block_size]) * self.block_size + self.lost % self.block_size
+            k[slot, :, 0], q[..., 0] = -torch.inf, 1
         shape = backend.kv_cache_shape(blocks, self.block_size, KV_HEADS, self.dim)
         cache = torch.zeros(shape, dtype=self.kv_dtype)
         backend.write_kv(k, v, cache, torch.arange(blocks * self.block_size))
@@ -143,3 +148,13 @@ def test_a_rows_bits_depend_on_its_keys_alone(backends: dict[torch.dtype, CpuBac
     for steps in (cuts, last):
         found = these.outputs(backend, list(steps), data.draw(st.integers(0, len(these.lengths) - 1)))
         assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tile_of_keys_that_all_score_minus_infinity_counts_nothing(
+    backends: dict[torch.dtype, CpuBackend], dtype: torch.dtype
+) -> None:
+    """The only key of the second tile is such a one, seen by the last query."""
+    these = Sequences([257], 0, 3, 4, 64, 16, dtype, lost=256)
+    for cuts in ([], [1, 2]):
+        assert these.outputs(backends[dtype], cuts, 0).isfinite().all()

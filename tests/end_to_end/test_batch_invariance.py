@@ -139,11 +139,6 @@ def test_an_answers_bits_are_its_own(path_of: Callable[[str], Path], name: str, 
     assert_invariant(path_of(name), quantization=quantization)
 
 
-def test_the_librarys_module_with_our_products(tmp_path: Path) -> None:
-    save_tiny("FlexOlmo", tmp_path)
-    assert_invariant(tmp_path)
-
-
 def test_compiled_and_with_an_int8_cache(path_of: Callable[[str], Path]) -> None:
     """Pieces are there before the first step: what comes before them might round otherwise."""
     assert_invariant(path_of("llama"), compile="pieces", kv_cache_dtype="int8")
@@ -157,6 +152,9 @@ def test_what_would_depend_on_others_is_refused(path_of: Callable[[str], Path], 
         serve(path, [], dtype="float32")
     with pytest.raises(ConfigError, match=r"'reference' cannot serve.*\n.*has no sums that do not depend on the batch"):
         serve(path, [], attention_backend="reference")
+    save_tiny("FlexOlmo", tmp_path / "library")
+    with pytest.raises(ConfigError, match=r"batch_invariant needs a model that runs natively"):
+        serve(tmp_path / "library", [])
     odd = LlamaConfig(**{**SHAPE, "intermediate_size": 95})  # which no packed matrix takes
     AutoModelForCausalLM.from_config(odd).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)

@@ -53,10 +53,9 @@ def test_the_unit_is_one_and_starts_what_there_is(tmp_path: Path) -> None:
 
 
 def manifests() -> list[dict[str, Any]]:
-    """As kubectl builds them, or where it is not there, as they are."""
+    """As kubectl builds them."""
     if shutil.which("kubectl") is None:
-        files = [path for path in BASE.glob("*.yaml") if path.name not in ("kustomization.yaml", "pageloom.yaml")]
-        return [each for path in files for each in yaml.safe_load_all(path.read_text())]
+        pytest.skip("no kubectl")
     run = subprocess.run(["kubectl", "kustomize", str(BASE)], capture_output=True, text=True, timeout=60, check=True)
     return list(yaml.safe_load_all(run.stdout))
 

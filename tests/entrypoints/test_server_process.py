@@ -120,7 +120,8 @@ def test_running_requests_go_on_after_sigterm_and_the_server_ends_with_the_last(
 
 def test_until_the_delay_is_over_requests_are_taken_and_ready_says_no(tiny_server_model: Path) -> None:
     with process(tiny_server_model, "--drain-delay=1000") as (server, base, log):
-        assert httpx.get(f"{base}/ready").status_code == 200
+        before = httpx.get(f"{base}/ready")
+        assert before.status_code == 200 and "connection" not in before.headers
         server.send_signal(signal.SIGTERM)
         wait_for_line(log, "shutting down in 1000 s")
         refused = httpx.get(f"{base}/ready")
@@ -128,6 +129,7 @@ def test_until_the_delay_is_over_requests_are_taken_and_ready_says_no(tiny_serve
         assert httpx.get(f"{base}/health").status_code == 200
         answer = httpx.post(f"{base}/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=60)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3
+        assert answer.headers["connection"] == "close"  # a pool asks elsewhere from now on
         server.send_signal(signal.SIGTERM)  # again: nothing is waited for
         assert server.wait(timeout=60) == 0, log
     with process(tiny_server_model, "--drain-delay=0.2") as (server, base, log):
