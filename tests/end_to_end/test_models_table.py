@@ -17,7 +17,7 @@ from tiny_families import save_tokenizer
 sys.path += [str(Path(__file__).parents[1] / room) for room in ("models", "adapters")]
 from gguf_models import write_gguf
 from tiny_adapters import merged, request, save_adapter
-from tiny_models import hf_logits, make_model
+from tiny_models import CASE_OF, hf_logits, make_model
 
 from engine import LLM, LoRARequest, SamplingParams
 from engine.adapters.targets import Targets
@@ -32,21 +32,6 @@ from engine.models.gguf_config import WITH_EXPERTS as GGUF_WITH_EXPERTS
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 DECODERS = [family for family in FAMILIES if family.causal]
 FEATURES = ("parity", "chunked", "prefix", "preempt", "swap", "speculate", "int8", "LoRA", "GGUF")
-CASE_OF = {
-    "mistral": "mistral_window",
-    "gemma2": "gemma2_as_published",
-    "gemma3_text": "gemma3_as_published",
-    "gemma4_text": "gemma4",
-    "olmo3": "olmo3_windows",
-    "ministral": "ministral_windows",
-    "cohere2": "cohere2_windows",
-    "mimo": "qwen2",
-    "hunyuan_v1_dense": "hunyuan",
-    "hunyuan_v1_moe": "hunyuan_moe",
-    "llama4_text": "llama4",
-    "nemotron_h": "nemotron_h_experts",
-}
-"""where it is not the family's name"""
 GGUF_CASE_OF = {"llama4_text": "llama4_as_published"}
 """where files say less of a model than its config"""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")

@@ -57,6 +57,21 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
+CASE_OF = {
+    "mistral": "mistral_window",
+    "gemma2": "gemma2_as_published",
+    "gemma3_text": "gemma3_as_published",
+    "gemma4_text": "gemma4",
+    "olmo3": "olmo3_windows",
+    "ministral": "ministral_windows",
+    "cohere2": "cohere2_windows",
+    "mimo": "qwen2",
+    "hunyuan_v1_dense": "hunyuan",
+    "hunyuan_v1_moe": "hunyuan_moe",
+    "llama4_text": "llama4",
+    "nemotron_h": "nemotron_h_experts",
+}
+"""of a family, where it is not the family's name"""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
