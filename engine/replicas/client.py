@@ -309,30 +309,40 @@ class ReplicatedClient:
             raise
         replica.client.close()
         if wait_s is not None:
-            thread = threading.Thread(target=self._follow, args=(wait_s,), name="restart", daemon=True)
-            self._following.add(thread)
-            thread.start()
+            self._follow_in(wait_s)
         return outputs
 
+    def _follow_in(self, wait_s: float) -> None:
+        """Another core is started then, in a thread of its own, until one serves or too many have died."""
+        thread = threading.Thread(target=self._follow, args=(wait_s,), name="restart", daemon=True)
+        self._following.add(thread)
+        thread.start()
+
     def _follow(self, wait_s: float | None) -> None:
-        """Start another core, in a thread of its own, until one serves or too many have died."""
         while wait_s is not None and not self._leaving.wait(wait_s):
-            try:
-                with self._changing:
-                    self._check_open()
-                    self._serve(self._start_one())
-                    self._fleet.tell()
-                break
-            except Exception as error:
-                if self._closed or self._abandoned or self._died is not None:
-                    break
-                logger.exception("a core that was to follow another one did not start")
-                wait_s = self._restarts.died(time.monotonic())
-                if wait_s is None and not self._fleet.replicas:
-                    self._died = str(error)
+            wait_s = self._try_to_follow()
         self._following.discard(threading.current_thread())
         if not self._closed:
             os.eventfd_write(self._wake, 1)  # whoever receives listens to it, or learns that nothing follows
+
+    def _try_to_follow(self) -> float | None:
+        """Start a core in the place of one that died. Returns when to try again, in seconds; None: there is no need."""
+        try:
+            with self._changing:
+                self._check_open()
+                self._serve(self._start_one())
+                self._fleet.tell()
+        except Exception as error:
+            if self._closed or self._abandoned or self._died is not None:
+                return None
+            logger.exception("a core that was to follow another one did not start")
+            wait_s = self._restarts.died(time.monotonic())
+            if wait_s is None and not self._fleet.replicas:
+                self._died = str(error)
+            elif wait_s is None:
+                self._fleet.nobody_comes()
+            return wait_s
+        return None
 
     def _check_open(self) -> None:
         if self._died is not None:

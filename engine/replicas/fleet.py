@@ -82,6 +82,8 @@ class Fleet(Generic[C]):
         self._waiting: list[str] = []
         """requests that wait for a replica; of some nothing may be left"""
         self._suspects = Suspects()
+        self._court: Replica[C] | None = None
+        """where suspects are tried: it gets nothing else"""
         self._of_all: dict[str, AddRequest | Vocabulary] = {}
         """what a replica that comes later has to be told: pins by their names, the vocabulary under "" """
         self._gone = counters_of(CoreStats())
@@ -94,9 +96,12 @@ class Fleet(Generic[C]):
                 replica.client.send(message)
             self._router.add(replica.number)
             self.replicas += (replica,)
-            waiting, self._waiting = self._waiting, []
-            self._move(waiting)
-            self._try_suspect()
+            if self._court is None:
+                self._court = replica
+                self._router.drain(replica.number, True)
+                self._try_suspect()
+            else:
+                self._move_waiting()
 
     def drain(self, replica: Replica[C]) -> None:
         """It gets no more requests, unless it becomes the last one. One that was lost is ignored."""
@@ -131,6 +136,7 @@ class Fleet(Generic[C]):
             self._router.observe(replica.number, outputs.stats, outputs.kv_events)
             news = self._deliveries.take_in(replica.number, outputs.deltas)
             self._follow(news)
+            self._try_suspect()
             return msgspec.structs.replace(outputs, deltas=news.deltas, stats=self._stats(), kv_events=None)
 
     def lost(self, replica: Replica[C], error: CoreDiedError, another_comes: bool = False) -> StepOutputs:
@@ -140,7 +146,14 @@ class Fleet(Generic[C]):
                 raise error
             logger.error("replica %d was lost, and %d are left\n%s", replica.place, len(self.replicas) - 1, error)
             self._hand_over(replica, error)
+            if not another_comes:
+                self._move(self._suspects.take(self._deliveries.left))
             return StepOutputs(deltas=[], stats=self._stats())
+
+    def nobody_comes(self) -> None:
+        """No replica follows one that was lost: suspects are computed beside the others."""
+        with self._lock:
+            self._move(self._suspects.take(self._deliveries.left))
 
     def tell(self) -> None:
         """Whoever receives learns how many there are now."""
@@ -199,12 +212,12 @@ class Fleet(Generic[C]):
             self._wakes += 1
             self._send_to(self.replicas, Wake(number=self._wakes))
 
-    def _send_to_best(self, message: AddRequest, left: AddRequest) -> Place:
+    def _send_to_best(self, message: AddRequest, left: AddRequest, only: Replica[C] | None = None) -> Place:
         """To the best of those that take it, rather than to one that is stalled; of `message` what is `left`. Raises
         `QueueFullError` where none takes it, `CoreDiedError` where there is none."""
         refused: EngineError = CoreDiedError("no replica serves: all are being removed")
         clients = {replica.number: replica.client for replica in self.replicas}
-        places = self._router.places(message)
+        places = [each for each in self._router.places(message) if only is None or each.replica == only.number]
         for place in sorted(places, key=lambda place: clients[place.replica].stalled() is not None):
             try:
                 clients[place.replica].send(left)
@@ -221,7 +234,10 @@ class Fleet(Generic[C]):
         of_each: dict[int | None, list[str]] = {}
         for name in names:
             replica_number = self._deliveries.replica_of(name)
-            if (ended := self._deliveries.end(name)) is not None and replica_number is not None:
+            ended = self._deliveries.end(name)
+            if ended is not None and not self._deliveries.left(ended.name):
+                self._suspects.forget(ended.name)
+            if ended is not None and replica_number is not None:
                 of_each.setdefault(replica_number, []).append(name)
                 self._router.sequence_ended(ended.name, ended.generated)
         for replica in self.replicas:
@@ -242,8 +258,8 @@ class Fleet(Generic[C]):
             self._router.began(name)
         for ended in news.ended:
             self._router.sequence_ended(ended.name, ended.generated)
-        if news.ended:
-            self._try_suspect()
+            if not self._deliveries.left(ended.name):
+                self._suspects.forget(ended.name)
 
     # -- taken over --------------------------------------------------------------------------------------------------
 
@@ -252,6 +268,8 @@ class Fleet(Generic[C]):
         self.replicas = tuple(each for each in self.replicas if each is not replica)
         self._gone = stats_of_all([counters_of(replica.stats)], self._gone)
         self._has_lost = True
+        if replica is self._court:
+            self._court = None
         lost, killers = self._router.remove(replica.number), list[str]()
         go_on = lost
         if death is not None:
@@ -268,21 +286,36 @@ class Fleet(Generic[C]):
             for each in self.replicas:
                 self._drain(each, False)
         self._move(go_on)
-        self._try_suspect()
 
     def _try_suspect(self) -> None:
-        """The next one, where no other one is on trial."""
-        if self.replicas and (name := self._suspects.next(self._deliveries.left)) is not None:
-            self._move([name])
+        """The next one, when the trial before is over; behind the last one the court is a replica like any other."""
+        court, left = self._court, self._deliveries.left
+        if court is None or self._suspects.is_trying(left, self._deliveries.got_on):
+            return
+        name = self._suspects.next(left)
+        self._router.drain(court.number, name is None and court.draining)
+        if name is not None:
+            self._move([name], court)
+            self._router.drain(court.number, True)
+        else:
+            self._court = None
+            self._move_waiting()
 
-    def _move(self, names: Sequence[str]) -> None:
-        """Requests that no replica has. Callers are told of what none takes."""
+    def _move_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._move(waiting)
+
+    def _move(self, names: Sequence[str], only: Replica[C] | None = None) -> None:
+        """Requests that no replica has. Callers are told of what none takes. `only`: where they are to go."""
         for name in names:
             left = self._deliveries.left(name)
-            error = self._moved(name) if left else None
+            error = self._moved(name, only) if left else None
             if isinstance(error, CoreDiedError) and self._most_waiting:  # one that died in this moment
                 self._deliveries.move(name, None)
-                self._waiting.append(name)
+                if only is None:
+                    self._waiting.append(name)
+                else:
+                    self._suspects.again(name)
             elif error is not None:
                 self._fail(left, str(error), "queue_full" if isinstance(error, QueueFullError) else "fault")
 
@@ -296,14 +329,14 @@ class Fleet(Generic[C]):
         if deltas:
             self.told.append(StepOutputs(deltas=deltas, stats=self._stats()))
 
-    def _moved(self, name: str) -> EngineError | None:
+    def _moved(self, name: str, only: Replica[C] | None) -> EngineError | None:
         """Why no replica goes on with a request; None: one does."""
         message, left = self._deliveries.message(name), self._deliveries.resumed(name)
         if message.pin is not None:  # the others have it or compute it, and one of them is to tell
             self._send_to(self.replicas, AbortRequests(request_ids=left.request_ids))
             self._send_to(self.replicas, UnpinPrefix(name=message.pin))
         try:
-            place = self._send_to_best(message, left)
+            place = self._send_to_best(message, left, only)
         except EngineError as error:
             return error
         self._pin_elsewhere(message, place)

@@ -1,5 +1,5 @@
 """Which request kills cores. Those that a core had when it died are suspects, unless they have got on in it; who was
-there twice is tried with no other suspect beside it, so that the next death convicts it."""
+there twice is tried in a core where nobody else is, so that the next death convicts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ TWICE = 2
 
 
 class Suspects:
-    """Requests by their names. Not thread-safe."""
+    """Requests by their names. Not thread-safe. `got_on`: whether anything of one was delivered since it was sent where
+    it is: what kills a core does so again at the same place. `left`: what is left of one."""
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
@@ -19,29 +20,51 @@ class Suspects:
         self._on_trial: str | None = None
 
     def of_death(self, present: list[str], got_on: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-        """A core died that had these. Returns those that go on at once, and those that are to blame. `got_on`: whether
-        anything of it was delivered since it was sent there: what kills a core does so again at the same place. Beside
-        one that is convicted all others are innocent."""
-        on_trial, self._on_trial = self._on_trial, None
-        if on_trial is not None and on_trial not in present:
-            self._on_trial = on_trial
-        elif on_trial is not None and not got_on(on_trial):
-            del self._deaths[on_trial]
-            return [name for name in present if name != on_trial], [on_trial]
+        """A core died that had these. Returns those that go on at once, and who is to blame: a suspect, where all
+        others that were there have got on."""
+        if self._on_trial in present:
+            self._on_trial = None
+        still = [name for name in present if not got_on(name)]
+        if len(still) == 1 and self._deaths[still[0]] >= TWICE:
+            del self._deaths[still[0]]
+            return [name for name in present if name not in still], still
         for name in present:
-            self._deaths[name] = 0 if got_on(name) else self._deaths[name] + 1
+            if name in still:
+                self._deaths[name] += 1
+            else:
+                self._deaths.pop(name, None)
         self._waiting += [name for name in present if self._deaths[name] >= TWICE]
         return [name for name in present if self._deaths[name] < TWICE], []
 
-    def next(self, left: Callable[[str], list[str]]) -> str | None:
-        """Who is to be tried now; None: nobody, or somebody is. `left`: what is left of a request."""
-        if self._on_trial is not None and left(self._on_trial):
-            return None
+    def is_trying(self, left: Callable[[str], list[str]], got_on: Callable[[str], bool]) -> bool:
+        """The trial goes on: who has got on, or is over, is acquitted."""
+        name = self._on_trial
+        if name is None or (left(name) and not got_on(name)):
+            return name is not None
         self._on_trial = None
-        while self._waiting and not left(self._waiting[0]):
-            self._waiting.popleft()
-        if self._waiting:
-            self._on_trial = self._waiting.popleft()
-        elif self._deaths:  # whoever has ended is forgotten
-            self._deaths = Counter({name: count for name, count in self._deaths.items() if left(name)})
+        self._deaths.pop(name, None)
+        return False
+
+    def next(self, left: Callable[[str], list[str]]) -> str | None:
+        """Who is to be tried now, while nobody is; None: nobody waits for a trial."""
+        waiting = self.take(left)
+        if not waiting:
+            return None
+        self._on_trial, *others = waiting
+        self._waiting += others
         return self._on_trial
+
+    def forget(self, name: str) -> None:
+        """It is over."""
+        self._deaths.pop(name, None)
+
+    def again(self, name: str) -> None:
+        """Its trial could not be held."""
+        self._on_trial = None
+        self._waiting.appendleft(name)
+
+    def take(self, left: Callable[[str], list[str]]) -> list[str]:
+        """Those that wait for a trial, who get none."""
+        waiting = [name for name in self._waiting if left(name)]
+        self._waiting.clear()
+        return waiting

@@ -217,20 +217,25 @@ class Loop:
         return self.deltas[request_id][0].cached_tokens
 
     def assert_nothing_leaked(self) -> None:
-        scheduler, stats = self.scheduler, self.scheduler.stats()
-        assert stats.kv_blocks_used == stats.running == stats.waiting == 0
-        assert all(count == 0 for count in self.kv.pool.ref_counts)
-        free = sum(map(self.kv.pool.size_of, self.kv.pool.free_blocks()))
-        assert free == self.kv.pool.num_free == self.kv.pool.num_blocks
-        self.kv.take_transfers()
-        assert self.kv.host is None or self.kv.host.pool.num_used == 0
-        assert sorted(scheduler._rows.free) == list(range(self.executor.num_rows))
-        assert not scheduler._rows.ready.any() and not scheduler._rows.stop_tokens
-        assert not scheduler._live and not scheduler._steps and scheduler.stats().waiting == 0
+        assert_nothing_leaked(self.scheduler, self.kv, self.executor)
         assert {name: seq.in_flight for name, seq in self.sequences.items() if seq.in_flight} == {}
-        assert not scheduler._adapted._slots.users and not len(scheduler._adapted)
-        if (fair := scheduler._held.fair) is not None:
-            assert not fair._queues and not len(fair) and fair.first() is None and not fair._order
-            assert all(account.live == account.rows == 0 for account in fair._accounts.values())
-        still_on_device = set(self.executor.rows)
-        assert still_on_device == set(scheduler._rows._released), "the device would keep a row that nobody owns"
+
+
+def assert_nothing_leaked(scheduler: Scheduler, kv: KVCache, executor: ReplayingExecutor) -> None:
+    """Nothing lives: no row, no block and no account is anybody's."""
+    stats = scheduler.stats()
+    assert stats.kv_blocks_used == stats.running == stats.waiting == 0
+    assert all(count == 0 for count in kv.pool.ref_counts)
+    free = sum(map(kv.pool.size_of, kv.pool.free_blocks()))
+    assert free == kv.pool.num_free == kv.pool.num_blocks
+    kv.take_transfers()
+    assert kv.host is None or kv.host.pool.num_used == 0
+    assert sorted(scheduler._rows.free) == list(range(executor.num_rows))
+    assert not scheduler._rows.ready.any() and not scheduler._rows.stop_tokens
+    assert not scheduler._live and not scheduler._steps
+    assert not scheduler._adapted._slots.users and not len(scheduler._adapted)
+    if (fair := scheduler._held.fair) is not None:
+        assert not fair._queues and not len(fair) and fair.first() is None and not fair._order
+        assert all(account.live == account.rows == 0 for account in fair._accounts.values())
+    still_on_device = set(executor.rows)
+    assert still_on_device == set(scheduler._rows._released), "the device would keep a row that nobody owns"

@@ -1,0 +1,44 @@
+"""Who is blamed for the deaths of cores, by hand; whole lives are played in tests/simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.replicas.suspects import Suspects
+
+
+def _only(*names: str) -> Callable[[str], bool]:
+    return lambda name: name in names
+
+
+def _left(name: str) -> list[str]:
+    return [name]
+
+
+def test_who_says_nothing_before_its_end_is_not_blamed_for_one_that_gets_on_and_then_kills() -> None:
+    """A search beside a request that kills at its tenth token."""
+    suspects = Suspects()
+    for _ in range(2):
+        go_on, killers = suspects.of_death(["killer", "search"], _only("killer"))
+        assert "killer" in go_on and not killers
+    assert suspects.next(_left) == "search"
+    assert suspects.is_trying(_left, _only())
+    go_on, killers = suspects.of_death(["killer", "search"], _only())  # as if its court had not been empty
+    assert (go_on, killers) == (["killer"], [])
+    assert suspects.next(_left) == "search"
+    assert not suspects.is_trying(_left, _only("search")), "it got on: acquitted"
+    assert suspects.of_death(["killer"], _only()) == ([], [])
+    assert suspects.next(_left) == "killer"
+    assert suspects.of_death(["killer", "search"], _only("search")) == (["search"], ["killer"])
+    assert not suspects._deaths and suspects._on_trial is None
+
+
+def test_two_that_are_silent_are_tried_one_after_the_other() -> None:
+    suspects = Suspects()
+    for _ in range(2):
+        suspects.of_death(["a", "b"], _only())
+    assert suspects.next(_left) == "a" and suspects.is_trying(_left, _only())
+    assert not suspects.is_trying(lambda name: [], _only()), "it is over"
+    assert suspects.next(_left) == "b"
+    assert suspects.of_death(["b"], _only()) == ([], ["b"])
+    assert suspects.next(_left) is None

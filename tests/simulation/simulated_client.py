@@ -1,0 +1,199 @@
+"""The front end's end of a simulated core: the real `ProcessClient` and `ReplicatedClient`, over queues in place of
+sockets and a handle in place of a process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import zmq
+from simulated_core import SimulatedCore
+
+from engine.config import EngineConfig
+from engine.core.client import ProcessClient
+from engine.core.liveness import Liveness
+from engine.core.wire import CoreReady
+from engine.errors import CoreDiedError
+from engine.replicas.client import ReplicatedClient
+from engine.replicas.together import ready_of_all
+
+
+class Pipe:
+    """One direction of a connection: frames arrive in order, each when it has taken its time."""
+
+    def __init__(self, rng: Random, delay_s: Callable[[], float], deliver: Callable[[bytes], None]) -> None:
+        self._rng, self._delay_s, self._deliver = rng, delay_s, deliver
+        self._loop = asyncio.get_running_loop()
+        self._under_way: deque[bytes] = deque()
+        self._last = 0.0
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def send(self, frame: bytes) -> None:
+        self._under_way.append(frame)
+        self._last = max(self._last, self._loop.time() + self._rng.expovariate(1 / self._delay_s()))
+        self._loop.call_at(self._last, self._arrive)
+
+    def _arrive(self) -> None:
+        if self._under_way:  # else it was cut
+            self._deliver(self._under_way.popleft())
+
+    def cut(self, kept: int) -> None:
+        """Who sent is dead: of what is under way so much arrives, at once, and the rest never left."""
+        while self._under_way and kept:
+            self._deliver(self._under_way.popleft())
+            kept -= 1
+        self._under_way.clear()
+
+
+class _Receiver:
+    """Of a PULL socket."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.frames: deque[bytes] = deque()
+        self._changed = changed
+
+    def put(self, frame: bytes) -> None:
+        self.frames.append(frame)
+        self._changed()
+
+    def recv(self, flags: int) -> bytes:
+        if not self.frames:
+            raise zmq.Again
+        return self.frames.popleft()
+
+    def poll(self, timeout_ms: int) -> int:
+        return len(self.frames)
+
+
+class _Sender:
+    """Of a PUSH socket with a bound."""
+
+    def __init__(self, core: SimulatedCore, pipe: Pipe, most: int) -> None:
+        self._core, self._pipe, self._most = core, pipe, most
+
+    def send(self, frame: bytes, flags: int) -> None:
+        if len(self._pipe) >= self._most:
+            raise zmq.Again
+        if self._core.alive:
+            self._pipe.send(frame)
+
+
+class _Handle:
+    def __init__(self, core: SimulatedCore, pid: int) -> None:
+        self._core, self.pid = core, pid
+        self.sentinel = -1
+
+    def wait_end(self, seconds: float) -> bool:
+        if seconds and self._core.alive:  # it was told to stop, or is to be killed: nobody looks at what it does then
+            self._core.die("exited with status 0")
+        return not self._core.alive
+
+    def kill(self) -> None:
+        self._core.die("killed by signal 9 (SIGKILL)")
+
+    destroy = kill
+
+    def exit_cause(self) -> str:
+        return self._core.cause
+
+    def report(self, cause: str) -> str:
+        return cause
+
+    def dump_stacks(self) -> None:
+        """Nobody reads them."""
+
+
+class _Directory:
+    path = from_core = to_core = ""
+
+    def remove(self) -> None:
+        """There is none."""
+
+
+class SimulatedProcessClient(ProcessClient):
+    def __init__(self, world: Any, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._world = world
+
+    def start(self) -> CoreReady:
+        self._started = True
+        world, most = self._world, self._config.limits.frames
+        directory, receiver = _Directory(), _Receiver(world.changed)
+        self.from_core = Pipe(world.rng, world.delay_s, receiver.put)
+        self.simulated = core = world.new_core(self, self._config, self.from_core.send)
+        to_core = Pipe(world.rng, world.delay_s, core.receive)
+        handle = _Handle(core, world.pid_of(core))
+        sender = _Sender(core, to_core, most)
+        self._directory, self._receiver, self._sender, self._handle = directory, receiver, sender, handle  # type: ignore[assignment]
+        self._finalizer = handle.destroy  # type: ignore[assignment]
+        self._liveness = Liveness(self._hang_timeout_s, asyncio.get_running_loop().time())
+        if world.fails_to_start():
+            self._died = "it did not start"
+            core.die(self._died)
+            self.close()
+            raise CoreDiedError(self._died)
+        core.start()
+        self.from_core.cut(1 << 30)
+        ready = self._next()
+        assert isinstance(ready, CoreReady)
+        self._ready = True
+        return ready
+
+
+class _NoThread:
+    """Who starts cores does so in events."""
+
+    def join(self) -> None:
+        """Nothing runs."""
+
+
+class SimulatedReplicatedClient(ReplicatedClient):
+    """Whatever the others do is looked at when something has changed, or it is time to."""
+
+    def __init__(self, world: Any, config: EngineConfig) -> None:
+        def make(config: EngineConfig, cpus: object, group_fd: object) -> ProcessClient:
+            return SimulatedProcessClient(world, config)
+
+        super().__init__(config, make)
+        self._world = world
+        self._news: asyncio.Event = asyncio.Event()
+
+    def start(self) -> CoreReady:
+        replicas = [self._start_one() for _ in range(self._config.parallel.data)]
+        for replica in replicas:
+            self._serve(replica)
+        return ready_of_all([replica.ready for replica in replicas])
+
+    def changed(self) -> None:
+        self._news.set()
+
+    async def recv_async(self) -> Any:
+        with self._receiving():
+            while (outputs := self._poll()) is None:
+                self._news.clear()
+                waits = [client.wait_s for client in self._clients]
+                looks = [] if self._watch.look_s is None else [self._watch.look_s]
+                try:
+                    await asyncio.wait_for(self._news.wait(), min([60.0, *waits, *looks]))
+                except TimeoutError:
+                    continue
+            return outputs
+
+    def _follow_in(self, wait_s: float) -> None:
+        attempt: Any = _NoThread()
+        self._following.add(attempt)
+
+        def follow() -> None:
+            again = None if self._leaving.is_set() else self._try_to_follow()
+            if again is not None:
+                self._world.loop.call_later(again + self._world.start_s(), follow)
+            else:
+                self._following.discard(attempt)
+                self.changed()
+
+        self._world.loop.call_later(wait_s + self._world.start_s(), follow)
