@@ -92,7 +92,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path], l
     return path / "model", places, expected
 
 
-@pytest.mark.parametrize("options", [{}, {"compile": "pieces"}, {"max_loras": 3, "in_process": False}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"compile": "pieces"}, marks=pytest.mark.exhaustive, id="pieces"),
+        {"max_loras": 3, "in_process": False},
+    ],
+)
 def test_adapters_of_many_ranks_share_a_batch(
     llama: tuple[Path, list[Path], list[list[int]]], options: dict[str, Any]
 ) -> None:

@@ -33,7 +33,7 @@ NATIVE = ["llama", "qwen3", "mistral", "seed_oss", "iquestcoder", "phi3", "gemma
 """all between two attentions is native: norms of heads and behind the residual, biases, dropout, partial rotation"""
 OTHERS = ["granite", "olmo2", "glm4", "gpt_neox", "starcoder2", "cohere", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 """something is left to the compiler: multipliers, partial rotations, LayerNorm, experts, latent attention"""
-BY_DEFAULT = ("llama", "phi3", "gemma3_text", "glm4", "gpt_neox", "cohere", "qwen3_moe", "gpt_oss", "deepseek_v3")
+BY_DEFAULT = ("phi3", "gemma3_text", "gpt_neox", "cohere", "gpt_oss", "deepseek_v3")
 TOKENS = torch.randint(3, 199, (24,), generator=torch.Generator().manual_seed(7))
 
 

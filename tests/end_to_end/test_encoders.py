@@ -87,7 +87,7 @@ def test_old_names_of_norms_and_a_length_that_sentence_transformers_knows(tmp_pa
             llm.embed(given(PROMPTS[4:5]), use_tqdm=False)
 
 
-@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+@pytest.mark.parametrize("family", [pytest.param("Bert", marks=pytest.mark.exhaustive), "ModernBert"])
 def test_compiled_bfloat16_is_close(tmp_path: Path, family: str) -> None:
     model = save_encoder(family, tmp_path)
     with LLM(str(tmp_path), **{**SETTINGS, "compile": "pieces", "dtype": "bfloat16"}) as llm:

@@ -11,7 +11,7 @@ from oracle import GreedyOracle, first_difference
 from engine import LLM, SamplingParams
 from engine.models.description import describe
 
-COUNT = 24
+COUNT = 12
 LENGTHS = (640, 40)
 
 

@@ -132,8 +132,11 @@ def add(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in both.items()}, file, metadata={"format": "pt"})
 
 
+SETTINGS = ("plain", "few blocks", "swapping")
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("setting", ["plain", "few blocks", "swapping"])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_tokens_with_and_without_drafts(
     monkeypatch: pytest.MonkeyPatch, subject: Subject, setting: str, temperature: float
 ) -> None:
@@ -145,7 +148,10 @@ def test_the_same_tokens_with_and_without_drafts(
     assert bool(found.preemptions) == (setting != "plain")
 
 
-@pytest.mark.parametrize("setting", ["plain", "few blocks", "swapping"])
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(each, marks=pytest.mark.exhaustive) if each == "few blocks" else each for each in SETTINGS],
+)
 def test_a_head_guesses_what_plain_torch_makes_of_the_librarys_hidden_states(
     monkeypatch: pytest.MonkeyPatch, subject: Subject, setting: str
 ) -> None:
@@ -248,6 +254,11 @@ def test_the_plan_is_what_the_engine_takes(subject: Subject, quantization: str) 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(each, marks=() if each == "Qwen3_5" else pytest.mark.exhaustive) for each in FAMILIES],
+    indirect=True,
+)
 def test_a_compiled_target_and_a_packed_head(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
     watch(monkeypatch, HeadProposer, Drafted())
     found = []

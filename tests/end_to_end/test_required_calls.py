@@ -55,7 +55,7 @@ SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in 
 TOKENS = 500
 
 
-@pytest.mark.parametrize("choice", ["required", "named"])
+@pytest.mark.parametrize("choice", ["required", pytest.param("named", marks=pytest.mark.exhaustive)])
 def test_required_calls_are_valid(choice: str, request: pytest.FixtureRequest) -> None:
     samples, together = (1_000, 50) if request.config.getoption("--exhaustive") else (16, 16)
     tools = TOOLS if choice == "required" else TOOLS[:1]

@@ -77,7 +77,7 @@ SMALL: dict[str, Any] = {"kv_cache_memory": 24 << 20, "compile": "none"}
 
 @pytest.fixture(scope="module")
 def plain(pytestconfig: pytest.Config) -> list[RequestOutput]:
-    count = 2000 if pytestconfig.getoption("exhaustive") else 44
+    count = 2000 if pytestconfig.getoption("exhaustive") else 24
     return outputs(count, **SMALL, speculative_config={"num_speculative_tokens": 0})
 
 

@@ -136,7 +136,12 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"async_scheduling": True}, {"compile": "pieces"}, {"attention_backend": "reference"}],
+    [
+        {},
+        {"async_scheduling": True},
+        {"compile": "pieces"},
+        pytest.param({"attention_backend": "reference"}, marks=pytest.mark.exhaustive),
+    ],
     ids=["plain", "ahead", "pieces", "reference"],
 )
 def test_chunked_and_from_prefixes_they_are_the_dense_tokens(served: Served, options: dict[str, Any]) -> None:

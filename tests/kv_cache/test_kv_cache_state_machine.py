@@ -386,7 +386,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert self.kv.host.pool.num_used == 0, "after all sequences end every block of the host is free"
 
 
-FEW = settings(max_examples=100, stateful_step_count=150)
+FEW = settings(max_examples=50, stateful_step_count=150)
 RULES = ("append", "fork", "free", "reuse", "swap", "swap in", "take over", "tell")
 RARE = ("block found on the host", "last block kept", "swapped append with a copy", "swapped group that shares")
 

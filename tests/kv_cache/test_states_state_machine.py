@@ -318,7 +318,7 @@ class States(RuleBasedStateMachine):
 
 
 WANTED = ("append", "copied", "fork", "hit", "preempted", "right", "swap in", "swap out", "take over")
-FEW = settings(max_examples=60, stateful_step_count=60)
+FEW = settings(max_examples=30, stateful_step_count=60)
 
 
 @pytest.mark.timeout(900)

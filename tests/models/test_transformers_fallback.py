@@ -38,7 +38,7 @@ REFUSED = {
 }
 """attention alone, and yet not served"""
 SERVED = [name for name in known() if name in ATTENTION and name not in REFUSED]
-SAMPLE = {"deepseek_v3", "gemma2", "gpt_oss", "gpt2", "granitemoe", "mimo_v2_flash", "phi3", "qwen3_moe"}
+SAMPLE = {"deepseek_v3", "gemma2", "gpt_oss", "phi3", "qwen3_moe"}
 """traced in every run: latent attention, caps and windows, sinks, experts, fused projections"""
 
 

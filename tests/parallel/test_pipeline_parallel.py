@@ -95,7 +95,7 @@ def test_stages_of_two_parts_have_the_bits_of_all_parts_in_one_process(
 @pytest.mark.parametrize(
     ("stages", "quantization", "compile"),
     [
-        (2, "auto", "none"),
+        pytest.param(2, "auto", "none", marks=pytest.mark.exhaustive),
         pytest.param(2, "int8", "none", marks=pytest.mark.exhaustive),
         pytest.param(4, "none", "none", marks=pytest.mark.exhaustive),
         pytest.param(3, "auto", "pieces", marks=pytest.mark.exhaustive),

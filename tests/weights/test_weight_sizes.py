@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,11 +34,20 @@ def loaded_bytes(path: str, native_cache: Path, **settings: str) -> tuple[int, s
     return load_parts(config).weight_bytes, config.model.quantization
 
 
-@pytest.mark.pairwise()
-@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8", "float32"])
-@pytest.mark.parametrize(
-    "case", [*CASES, "deepseek_v2", "deepseek_v3", "falcon_h1", "kimi_linear", "nemotron_h_experts"]
-)
+KINDS = ("none", "int8", "int4", "fp8", "float32")
+SIZED = (*CASES, "deepseek_v2", "deepseek_v3", "falcon_h1", "kimi_linear", "nemotron_h_experts")
+
+
+def sized() -> list[Any]:
+    """Of each model two kinds by default, another two of the next one."""
+    grid = [(index, case, place, kind) for index, case in enumerate(SIZED) for place, kind in enumerate(KINDS)]
+    return [
+        pytest.param(case, kind, marks=() if (place - 2 * index) % 5 < 2 else pytest.mark.exhaustive)
+        for index, case, place, kind in grid
+    ]
+
+
+@pytest.mark.parametrize(("case", "quantization"), sized())
 def test_of_a_checkpoint(case: str, quantization: str, tmp_path: Path, native_cache: Path) -> None:
     make_model(case).save_pretrained(tmp_path)
     settings = {"dtype": "float32"} if quantization == "float32" else {"quantization": quantization}
