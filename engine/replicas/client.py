@@ -98,8 +98,8 @@ class ReplicatedClient:
     def send(self, message: ToCore) -> None:
         self._check_open()
         self._fleet.send(message)
-        if self._in_rounds:
-            os.eventfd_write(self._wake, 1)  # whoever receives looks whether all go on
+        if self._in_rounds or self._fleet.told:
+            os.eventfd_write(self._wake, 1)  # whoever receives looks whether all go on, and at what is told
 
     def recv(self) -> StepOutputs:
         with self._receiving():

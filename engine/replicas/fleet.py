@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
@@ -29,6 +30,7 @@ from engine.core.wire import (
     Wake,
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
+from engine.replicas.convicts import Convicts
 from engine.replicas.deliveries import Deliveries, News
 from engine.replicas.router import Place, Router
 from engine.replicas.suspects import Suspects
@@ -82,6 +84,7 @@ class Fleet(Generic[C]):
         self._waiting: list[str] = []
         """requests that wait for a replica; of some nothing may be left"""
         self._suspects = Suspects()
+        self._convicts = Convicts()
         self._court: Replica[C] | None = None
         """where suspects are tried: it gets nothing else"""
         self._of_all: dict[str, AddRequest | Vocabulary] = {}
@@ -115,7 +118,7 @@ class Fleet(Generic[C]):
             return all(each.number != number for each in self.replicas) or self._router.is_idle(number)
 
     def send(self, message: ToCore) -> None:
-        """As `CoreClient.send`."""
+        """As `CoreClient.send`. What is `told` is to be looked at then."""
         with self._lock:
             match message:
                 case AddRequest():
@@ -182,6 +185,9 @@ class Fleet(Generic[C]):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _add(self, message: AddRequest) -> None:
+        if (why := self._convicts.why(message, time.monotonic())) is not None:
+            self._fail(message.request_ids, why, "fault")
+            return
         if not self.replicas:
             self._wait(message)
             return
@@ -278,6 +284,7 @@ class Fleet(Generic[C]):
             self._deliveries.move(name, None)
         for name in killers:
             assert death is not None
+            self._convicts.add(self._deliveries.message(name), _killed(death), time.monotonic())
             self._fail(self._deliveries.left(name), _killed(death), "fault")
         if not self.replicas:
             self._waiting += go_on

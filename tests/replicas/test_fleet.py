@@ -78,15 +78,16 @@ class Life:
         self.fleet.add(Replica(self.numbers, self.numbers, LittleCore(self.random, self.capacity), READY))
         self.numbers += 1
 
-    def request(self, name: str, n: int) -> None:
+    def request(self, name: str, n: int) -> AddRequest:
         prompt = [self.random.randrange(3) for _ in range(self.random.randrange(1, 70))]
         message = added(name, prompt, self.random.randrange(1, 12), n)
         try:
             self.fleet.send(message)
         except QueueFullError:
-            return
+            return message
         for each in message.request_ids:
             self.wanted[each], self.got[each] = message.max_tokens, []
+        return message
 
     def abort(self) -> None:
         running = [name for name in self.wanted if name not in self.ended and name not in self.aborted]
@@ -265,8 +266,7 @@ def test_suspects_that_wait_for_their_trial_may_be_aborted() -> None:
 def test_a_request_that_kills_cores_is_found_and_the_others_finish(beside: int) -> None:
     life = Life(10, followed=True)
     names = [f"r{index}" for index in range(beside)]
-    for name in [*names[: beside // 2], "poison", *names[beside // 2 :]]:
-        life.request(name, 1)
+    sent = {name: life.request(name, 1) for name in [*names[: beside // 2], "poison", *names[beside // 2 :]]}
     deaths = 0
     for _ in range(2000):
         if not life.wanted.keys() - life.ended.keys():
@@ -283,6 +283,13 @@ def test_a_request_that_kills_cores_is_found_and_the_others_finish(beside: int) 
     assert all(life.got[name] == tokens_of(name, life.wanted[name]) for name in names)
     life.check_nothing_is_left()
     assert not life.fleet._suspects._deaths
+    # Clients send again what ends with a 500: nobody computes it, whatever its name and seed.
+    life.fleet.send(msgspec.structs.replace(sent["poison"], request_id="again", params=RowParams(seed=9)))
+    (told,) = life.fleet.told
+    (delta,) = each_delta(told.deltas)
+    assert delta.request_id == "again" and delta.error_kind == "fault" and "each time" in str(delta.error)
+    assert not any("again" in replica.client.running for replica in life.fleet.replicas)
+    life.check_nothing_is_left()
 
 
 def test_the_last_ones_death_is_raised() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from core_fakes import request
+
+from engine.replicas.convicts import Convicts
+from engine.replicas.restarts import WINDOW_S
 from engine.replicas.suspects import Suspects
 
 
@@ -42,3 +46,15 @@ def test_two_that_are_silent_are_tried_one_after_the_other() -> None:
     assert suspects.next(_left) == "b"
     assert suspects.of_death(["b"], _only()) == ([], ["b"])
     assert suspects.next(_left) is None
+
+
+def test_convicts_are_known_as_long_as_deaths_count_and_not_for_ever() -> None:
+    convicts = Convicts()
+    killer, other = request("a", prompt_len=5), request("b", prompt_len=6)
+    convicts.add(killer, "it kills", 100.0)
+    assert convicts.why(request("later", prompt_len=5), 100.0 + WINDOW_S) == "it kills"
+    assert convicts.why(other, 101.0) is None
+    assert convicts.why(killer, 101.0 + WINDOW_S) is None and not convicts._known
+    for number in range(1000):
+        convicts.add(request("c", prompt_len=number + 1), "it kills", 1000.0)
+    assert len(convicts._known) <= 256 and convicts.why(request("d", prompt_len=1000), 1000.0)

@@ -15,7 +15,7 @@ from simulated_core import SimulatedCore
 from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.liveness import Liveness
-from engine.core.wire import CoreReady
+from engine.core.wire import CoreReady, ToCore
 from engine.errors import CoreDiedError
 from engine.replicas.client import ReplicatedClient
 from engine.replicas.together import ready_of_all
@@ -168,6 +168,11 @@ class SimulatedReplicatedClient(ReplicatedClient):
         for replica in replicas:
             self._serve(replica)
         return ready_of_all([replica.ready for replica in replicas])
+
+    def send(self, message: ToCore) -> None:
+        super().send(message)
+        if self._fleet.told:
+            self.changed()
 
     def changed(self) -> None:
         self._news.set()
