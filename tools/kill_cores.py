@@ -1,7 +1,8 @@
 """A server's core is killed while streams run. Of each stream: whether it ended, whether anything that it was given was
-taken back, and whether it is what it is when nothing is killed.
+taken back, and whether it is what it is when nothing is killed; of each kill: how long nobody was given anything.
 
-usage: python tools/kill_cores.py MODEL [--streams 64] [--kills 5] [--tokens 96] [--seed 1] [--serve "--dtype float32"]
+usage: python tools/kill_cores.py MODEL [--streams 64] [--kills 5] [--rounds 1] [--tokens 96] [--seed 1]
+       [--serve "--dtype float32"]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -86,22 +88,30 @@ def core_of(server: subprocess.Popen[bytes]) -> int | None:
     return None
 
 
+def given(streams: list[Stream]) -> int:
+    """Characters."""
+    return sum(len(text) for each in streams for text in each.texts.values())
+
+
 async def run(
-    base: str, options: argparse.Namespace, server: subprocess.Popen[bytes], kills: list[int]
+    base: str, options: argparse.Namespace, server: subprocess.Popen[bytes], kills: list[int], gaps: list[float]
 ) -> list[Stream]:
-    """`kills`: characters over all streams, behind each of which the core is killed."""
+    """`kills`: characters over all streams, behind each of which the core is killed. `gaps`: seconds from each kill to
+    the next characters are put there."""
     streams = [Stream() for _ in range(options.streams)]
     async with AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=600) as client:
         tasks = [asyncio.create_task(follow(client, i, options.tokens, each)) for i, each in enumerate(streams)]
         for wanted in kills:
-            while sum(len(text) for each in streams for text in each.texts.values()) < wanted:
+            while given(streams) < wanted and not all(task.done() for task in tasks):
                 await asyncio.sleep(0.002)
-                if all(task.done() for task in tasks):
-                    break
-            if (core := core_of(server)) is not None:
+            if (core := core_of(server)) is not None and not all(task.done() for task in tasks):
                 os.kill(core, signal.SIGKILL)
-                print(f"killed core {core} behind {wanted} characters", flush=True)
-                await asyncio.sleep(0.5)
+                killed = time.monotonic()
+                await asyncio.sleep(0.1)  # what it had sent before
+                before = given(streams)
+                while given(streams) == before and not all(task.done() for task in tasks):
+                    await asyncio.sleep(0.002)
+                gaps.append(time.monotonic() - killed)
         await asyncio.gather(*tasks)
     return streams
 
@@ -111,7 +121,7 @@ def serve(options: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "entrypoints.serve", options.model, "--port", str(port)]
-    command += ["--served-model-name", "served", "--core-restarts", str(options.kills + 1)]
+    command += ["--served-model-name", "served", "--core-restarts", str(options.kills * options.rounds + 1)]
     server = subprocess.Popen([*command, *shlex.split(options.serve)])
     base, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     while time.monotonic() < until and server.poll() is None:
@@ -127,26 +137,37 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="the same streams again, killed at other places")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--serve", default="", help="more options of engine-serve, in one argument")
     options = parser.parse_args()
     server, base = serve(options)
+    failed, gaps, differ, counts, longest = list[str](), list[float](), 0, 0, 0.0
     try:
-        calm = asyncio.run(run(base, options, server, []))
-        length, random = sum(len(text) for each in calm for text in each.texts.values()), Random(options.seed)
-        places = sorted(int(length * random.uniform(0.05, 0.9)) for _ in range(options.kills))
-        found = asyncio.run(run(base, options, server, places))
+        calm = asyncio.run(run(base, options, server, [], gaps))
+        failed += [each.failed for each in calm if each.failed]
+        length, random = given(calm), Random(options.seed)
+        for number in range(options.rounds):
+            places = sorted(int(length * random.uniform(0.05, 0.9)) for _ in range(options.kills))
+            found = asyncio.run(run(base, options, server, places, gaps))
+            failed += [each.failed for each in found if each.failed]
+            differ += sum(each.told != other.told for each, other in zip(calm, found, strict=True))
+            counts += sum(each.generated != other.generated for each, other in zip(calm, found, strict=True))
+            longest = max(longest, *(each.longest_gap_s for each in found))
+            print(f"round {number}: {len(gaps)} kills, {len(failed)} failed, {differ} differ", flush=True)
         used = re.search(r"^pageloom_kv_cache_usage_ratio(?:{[^}]*})? (\S+)$", httpx.get(f"{base}/metrics").text, re.M)
     finally:
         server.terminate()
         server.wait()
-    failed = [each.failed for each in [*calm, *found] if each.failed]
-    differ = sum(each.told != other.told for each, other in zip(calm, found, strict=True))
-    counts = sum(each.generated != other.generated for each, other in zip(calm, found, strict=True))
+    print(f"{len(gaps)} kills under {options.streams * options.rounds} streams")
     print(f"{len(failed)} streams failed {failed[:3]}; {counts} with another number of tokens; {differ} that differ")
-    gaps = [max(each.longest_gap_s for each in streams) for streams in (found, calm)]
-    print(f"longest gap {gaps[0]:.1f} s, undisturbed {gaps[1]:.1f}")
+    calmest = max(each.longest_gap_s for each in calm)
+    print(f"longest gap of a stream {longest:.1f} s, undisturbed {calmest:.1f}")
+    if gaps:
+        print(
+            f"nothing came behind a kill for {statistics.median(gaps):.2f} s in the median, {max(gaps):.2f} s at most"
+        )
     print(f"KV cache in use in the end: {used[1] if used else '?'}")
     return int(bool(failed))
 
