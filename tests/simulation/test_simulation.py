@@ -11,8 +11,9 @@ from pathlib import Path
 import planted
 import pytest
 from planted import PLANTED, ROOT
+from saturated import SaturatedWorld
 from tiny_front import save_model
-from world import Building, simulate
+from world import Building, World, simulate
 
 SEEDS = 200
 MANY = 10_000
@@ -41,6 +42,19 @@ def test_in_every_world_what_must_hold_does(building: Building) -> None:
 def test_in_many_more(building: Building, first: int) -> None:
     for seed in range(first, first + CHUNK):
         simulate(seed, building)
+
+
+@pytest.mark.timeout(1500)
+def test_nobody_thinks_that_a_busy_engine_hangs(building: Building, pytestconfig: pytest.Config) -> None:
+    """24 hours with --exhaustive, in steps of two seconds."""
+    seconds = 24 * 3600.0 if pytestconfig.getoption("exhaustive") else 1200.0
+
+    def make(seed: int, building: Building) -> World:
+        return SaturatedWorld(seed, building, seconds, step_s=2.0)
+
+    world = simulate(1, building, make)
+    assert isinstance(world, SaturatedWorld) and world.looks >= seconds / 5 - 1
+    assert sum(core.core.turns for core in world.cores) > seconds / 4
 
 
 def test_a_seed_replays(building: Building) -> None:

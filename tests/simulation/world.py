@@ -7,14 +7,14 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
 
-from guests import Guest, draw_wishes
+from guests import Guest, Wish, draw_wishes
 from msgspec.structs import replace
 from simulated_client import SimulatedProcessClient, SimulatedReplicatedClient
 from simulated_core import FAULTY, KILLER, Shape, SimulatedCore
@@ -35,6 +35,10 @@ LONGEST = 64
 """of the model's context"""
 PATIENCE_S = 24 * 3600.0
 """in which everybody has been served, whatever happens"""
+
+
+NOTICED_S = 2.0
+"""behind its limit a core that hangs is dead"""
 
 
 class BrokenError(AssertionError):
@@ -63,7 +67,7 @@ class World:
         self.cores: list[SimulatedCore] = []
         self._clients: dict[SimulatedCore, SimulatedProcessClient] = {}
         self.deaths: list[str] = []
-        self.kills_from_outside = 0
+        self.kills_from_outside = self._jumps = 0
         self._slow_s = rng.choice([0.0001, 0.001, 0.02])
         self._unlucky_starts = rng.choice([0, 0, 0, 1])
         self.config, self.shape = self._draw_engine()
@@ -72,9 +76,9 @@ class World:
         self._kills = rng.choice([0, 0, 1, 1, 2, 4])
         kills = rng.random() < 0.15
         self.wishes = draw_wishes(rng, policy, kills, crowd)
-        self._prompts = {
-            tuple(wish.prompt): rng.randint(1, 40) for wish in self.wishes if {KILLER, FAULTY} & {*wish.prompt}
-        }
+        self._prompts: dict[tuple[int, ...], int] = {}
+        for wish in self.wishes:
+            self.mark(wish)
         needed = self._kills + 5 * kills + self._unlucky_starts + 2
         self.may_end = rng.random() < 0.1
         self.config = replace(self.config, core_restarts=1 if self.may_end else needed)
@@ -168,6 +172,11 @@ class World:
             return True
         return False
 
+    def mark(self, wish: Wish) -> None:
+        """Where a prompt kills, or is faulty, somebody has to say from which token on."""
+        if {KILLER, FAULTY} & {*wish.prompt}:
+            self._prompts[tuple(wish.prompt)] = self.rng.randint(1, 40)
+
     def bad_at(self, tokens: list[int]) -> int:
         """How much may be computed of a sequence that kills, or is faulty."""
         return next(at for prompt, at in self._prompts.items() if tuple(tokens[: len(prompt)]) == prompt)
@@ -197,11 +206,19 @@ class World:
         self._digest.update(line.encode())
         self.lines.append(line)
 
-    async def run(self) -> None:
+    def serve(self) -> None:
         self.client = SimulatedReplicatedClient(self, self.config)
         ready = self.client.start()
         building = self._building
         self.serving = Serving(building.model, self.config, building.tokenizer, self.client, ready)
+
+    async def leave(self, lives: Sequence[asyncio.Task[None]]) -> None:
+        for each in lives:
+            each.cancel()
+        await self.serving.stop(ShutDownError("the end"))
+
+    async def run(self) -> None:
+        self.serve()
         self.guests = [Guest(self, wish) for wish in self.wishes]
         lives = [self.loop.create_task(guest.live()) for guest in self.guests]
         for _ in range(self._kills):
@@ -215,9 +232,7 @@ class World:
                 each.result()
             await self._settle()
         finally:
-            for each in lives:
-                each.cancel()
-            await self.serving.stop(ShutDownError("the end"))
+            await self.leave(lives)
         if self._broken:
             raise self._broken[0]
         self.digest = self._digest.hexdigest()
@@ -245,14 +260,23 @@ class World:
         if kind < 0.1:
             seconds = rng.choice([1.0, 30.0, 3000.0])
             self.log("the machine sleeps for", seconds)
+            self._jumps += 1
             self.loop.jump(seconds)
         elif alive and kind < 0.3:
             core, seconds = rng.choice(alive), rng.choice([0.5, 15.0, 400.0])
             self.log("core", self.cores.index(core), "stands still for", seconds)
             core.stop_for(seconds)
+            limit = self._clients[core]._hang_timeout_s + NOTICED_S
+            if seconds > limit and not self._clients[core].idle:
+                self.loop.call_later(limit, self._check_noticed, core, self._jumps)
         elif alive:
             self.kills_from_outside += 1
             rng.choice(alive).crash()
+
+    def _check_noticed(self, core: SimulatedCore, jumps: int) -> None:
+        """A core that had work and stood still is dead by now, unless nobody was awake to see it."""
+        if core.alive and jumps == self._jumps and not self.loop.is_closed():
+            self.broken(AssertionError(f"core {self.cores.index(core)} stands still, and nobody has noticed"))
 
     async def _settle(self) -> None:
         """Nobody wants anything any more, and nothing is left of anybody."""
@@ -283,13 +307,13 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def simulate(seed: int, building: Building) -> World:
+def simulate(seed: int, building: Building, make: Callable[[int, Building], World] = World) -> World:
     """One life of the world, to its end. Raises what did not hold."""
     loop = VirtualLoop()
     kept: list[World] = []
 
     async def live() -> None:
-        world = World(seed, building)
+        world = make(seed, building)
         kept.append(world)
         stopped: Any = world.is_stopped
         with (
