@@ -32,6 +32,7 @@ from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.replicas.choice import local_client, process_client
 from engine.request import NOBODY, RequestOutput, RequestOutputKind, SamplingParams, Tenant
 from engine.serving import Serving, start_serving
+from engine.sleeping import change_weights, is_sleeping, sleeper, with_weights
 
 _COMPILED_POLL_S = 0.05
 
@@ -198,8 +199,7 @@ class AsyncEngine:
         return len(self._engine.streams) if self._engine is not None else 0
 
     def abandon(self) -> None:
-        """Kill the core where it stands, also while it starts; from any thread and from a signal handler. `shutdown`
-        is quick then."""
+        """Kill the core where it stands, also while it starts; from any thread and from a signal handler."""
         if self._client is not None:
             self._client.abandon()
 
@@ -289,6 +289,25 @@ class AsyncEngine:
         engine = await self._started()
         check_adapter(adapter, engine.config.lora is not None, engine.config.limits)
         await asyncio.to_thread(check_files, adapter, engine.model.spec, engine.config.lora)
+
+    async def sleep(self) -> None:
+        """As `LLM.sleep`; requests that run wait, with those that come, until `wake_up`, and go on where they were."""
+        await asyncio.to_thread(sleeper(self._require().client).sleep)
+
+    async def wake_up(self) -> None:
+        """Raises what starting raises, and sleeps on."""
+        await asyncio.to_thread(sleeper(self._require().client).wake_up)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return is_sleeping(self._require().client)
+
+    async def update_weights(self, path: str) -> None:
+        """As `LLM.update_weights`. Requests that run go on behind what they have been given, with the new weights."""
+        engine = self._require()
+        config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
+        await asyncio.to_thread(change_weights, sleeper(engine.client), config)
+        engine.config = config
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes that no sequence uses."""

@@ -24,6 +24,7 @@ from engine.pooling import PoolingParams
 from engine.replicas.choice import local_client, process_client
 from engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from engine.session import Session, open_session
+from engine.sleeping import change_weights, is_sleeping, sleeper, with_weights
 from engine.stepping import Stepper
 from engine.vllm.beams import BeamSearchOutput, BeamSearchParams, beams_of, searched
 from engine.vllm.llm_engine import LLMEngine
@@ -61,6 +62,7 @@ class LLM(PooledCalls, NotHere):
         return llm
 
     def _start(self, args: EngineArgs, client_factory: ClientFactory) -> None:
+        self._args = args
         self._closed = False
         self._calls = 0
         self._session = open_session(args, client_factory)
@@ -117,6 +119,28 @@ class LLM(PooledCalls, NotHere):
     def pinned_prefixes(self) -> dict[str, int]:
         """Names and numbers of tokens."""
         return self._session.pinned.list()
+
+    def sleep(self, level: int = 1) -> None:
+        """The core ends: all of its memory is free, and the prefix cache is empty; compiled code and the files of the
+        weights stay where they are, so that `wake_up` takes as long as a warm start. Until then `generate` raises
+        `EngineError`. `level`: vLLM's, without effect. Raises `ConfigError` while requests run."""
+        sleeper(self._alive().client).sleep()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """`tags`: vLLM's, without effect: all of it wakes up."""
+        sleeper(self._alive().client).wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return is_sleeping(self._alive().client)
+
+    def update_weights(self, path: str | PathLike[str]) -> None:
+        """Serve the weights of another checkpoint of the same model from now on; it wakes up, if it slept. Raises
+        `ConfigError` and the like for what cannot take their place; then nothing has changed."""
+        session = self._alive()
+        config = with_weights(self._args, self.model, session.config, str(path))
+        change_weights(sleeper(session.client), config)
+        self.config = session.config = config
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes before the next request runs."""

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine.errors import InvalidRequestError, QueueFullError
+from engine.errors import EngineError, InvalidRequestError, QueueFullError
 from engine.frontend.admission import AdmittedRequest
 from engine.request import RequestOutput, RequestOutputKind
 from engine.session import Session
+from engine.sleeping import is_sleeping
 
 
 class _Request(msgspec.Struct):
@@ -48,8 +49,11 @@ class Stepper:
         return len(self._requests)
 
     def add(self, admitted: AdmittedRequest, arrival: float, kind: RequestOutputKind) -> None:
-        """Raises `InvalidRequestError` for an id that is in use."""
+        """Raises `InvalidRequestError` for an id that is in use, `EngineError` where the core sleeps: nobody would wake
+        it up."""
         name = admitted.request_id
+        if is_sleeping(self._session.client):
+            raise EngineError("the engine sleeps: wake it up first")
         if name in self._requests:
             raise InvalidRequestError(f"a request {name!r} is in flight already", "request_id")
         self._requests[name] = _Request(admitted, arrival, kind)

@@ -25,6 +25,7 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "disable_log_requests": (),
     "disable_log_stats": (),
     "enable_log_requests": (),
+    "enable_sleep_mode": (),
     "disable_sliding_window": (False,),
     "enable_chunked_prefill": (None, True),
     "expert_placement_strategy": ("linear",),

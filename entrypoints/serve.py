@@ -52,6 +52,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="refuse fields that the server does not know, instead of ignoring them, and requests without a model",
     )
+    parser.add_argument(
+        "--enable-sleep-mode",
+        action="store_true",
+        help="serve POST /sleep, /wake_up and /update_weights_from_disk, with --keys to keys of the scope admin: "
+        "memory is free while nobody asks, and other weights of the model are loaded while requests wait "
+        "(docs/sleep.md)",
+    )
     add_speech_options(parser)
     add_lora_modules(parser)
     parser.add_argument(

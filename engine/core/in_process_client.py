@@ -11,7 +11,7 @@ from engine.core.loop import STATS_CHANGED, CoreLoop
 from engine.core.process import failure
 from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
 from engine.core.wire import CoreReady, StepOutputs, ToCore
-from engine.errors import CoreDiedError, EngineError
+from engine.errors import ConfigError, CoreDiedError, EngineError
 from engine.executor.interface import Executor
 from engine.observability.step_profile import StepObserver
 
@@ -34,6 +34,7 @@ class InProcessClient:
         self._executor: Executor | None = None
         self._core: CoreLoop | None = None
         self._died: str | None = None
+        self._asleep = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sent = asyncio.Event()
         self._compiled = threading.Event()
@@ -94,6 +95,30 @@ class InProcessClient:
     def stalled(self) -> str | None:
         return None  # who asks runs on the thread that steps
 
+    @property
+    def is_sleeping(self) -> bool:
+        return self._asleep
+
+    def sleep(self) -> None:
+        """As `engine.sleeping.Sleeper`; not while requests run, which live in the core alone."""
+        if not self._asleep:
+            if self._alive().is_busy:
+                raise ConfigError("sleep: requests run, and this core is in their callers' process")
+            while self._alive().has_work:  # a step that was planned for those that have ended
+                self._turn()
+            self.close()
+            self._asleep = True
+
+    def wake_up(self, config: EngineConfig | None = None) -> None:
+        if self._asleep:
+            before, self._config = self._config, config or self._config
+            try:
+                self.start()
+            except BaseException:
+                self._config = before
+                raise
+            self._asleep = False
+
     def abandon(self) -> None:
         """Nothing: this process is the core."""
 
@@ -108,6 +133,8 @@ class InProcessClient:
     def _alive(self) -> CoreLoop:
         if self._died is not None:
             raise CoreDiedError(self._died)
+        if self._asleep:
+            raise EngineError("the engine sleeps: wake it up first")
         if self._core is None:
             raise CoreDiedError("the core is not running: not started, or closed")
         return self._core

@@ -149,6 +149,12 @@ class CoreLoop:
             return True
         return self._rounds is not None and self._rounds.wanted(self._scheduler.is_busy)
 
+    @property
+    def is_busy(self) -> bool:
+        """There are requests."""
+        stats = self._scheduler.stats()
+        return stats.running + stats.waiting > 0
+
     def run(self, publish: Callable[[StepOutputs], None]) -> None:
         """Turn until `Shutdown`. Where `publish` blocks, the core waits. An exception of scheduler or executor passes
         through."""

@@ -69,21 +69,15 @@ class ReplicatedClient:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._died: str | None = None
         self._abandoned = self._closed = False
-
-    # -- one core's interface ----------------------------------------------------------------------------------------
+        self._asleep = self._sleeps = 0
+        """cores that are to wake up, 0: it is awake; and how often it has slept"""
 
     def start(self) -> CoreReady:
         size = self._config.parallel.data
         try:
             if self._in_rounds:
                 self._group_fd = allocate(size, SLOT_BYTES)
-            with ThreadPoolExecutor(max_workers=size) as pool:
-                starts = [pool.submit(self._start_one) for _ in range(size)]
-                try:
-                    replicas = sorted((each.result() for each in as_completed(starts)), key=lambda each: each.number)
-                except BaseException:
-                    self.abandon()  # nobody waits for the others
-                    raise
+            replicas = self._start_many(size)
         except BaseException:
             self.close()
             raise
@@ -94,6 +88,16 @@ class ReplicatedClient:
         for replica in replicas:
             self._serve(replica)
         return ready_of_all([replica.ready for replica in replicas])
+
+    def _start_many(self, size: int) -> list[Replica[ProcessClient]]:
+        with ThreadPoolExecutor(max_workers=size) as pool:
+            starts = [pool.submit(self._start_one) for _ in range(size)]
+            try:
+                return sorted((each.result() for each in as_completed(starts)), key=lambda each: each.number)
+            except BaseException:
+                for client in list(self._starting.values()):
+                    client.abandon()  # nobody waits for the others
+                raise
 
     def send(self, message: ToCore) -> None:
         self._check_open()
@@ -195,19 +199,61 @@ class ReplicatedClient:
                 self._check_open()
                 if not replica.draining:
                     raise ConfigError(f"replica {number} is the only one that is left")
-            replica.leaving = True
-            while replica in self._fleet.replicas and replica.leaving and not self._closed:
-                os.eventfd_write(self._wake, 1)  # the receiver lets go of it
-                with self._lock:
-                    if not self._receivers:
-                        self._fleet.let_go()
-                time.sleep(LOOK_S)
+            self._take_away([replica])
             self._check_open()
             if replica in self._fleet.replicas:
                 raise ConfigError(f"replica {number} is the only one that is left")
             self._fleet.tell()
             os.eventfd_write(self._wake, 1)
             replica.client.close()
+
+    def _take_away(self, replicas: Sequence[Replica[ProcessClient]]) -> None:
+        """Until nobody listens to them any more, or they turned out to be the last ones."""
+        for replica in replicas:
+            replica.leaving = True
+        while any(each in self._fleet.replicas and each.leaving for each in replicas) and not self._closed:
+            os.eventfd_write(self._wake, 1)  # the receiver lets go of them
+            with self._lock:
+                if not self._receivers:
+                    self._fleet.let_go()
+            time.sleep(LOOK_S)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep)
+
+    def sleep(self) -> None:
+        """Every core ends, and its memory is free. Requests that run, and those that come, wait for `wake_up`, and go
+        on where they were. Idempotent. Raises `ConfigError` where nobody could go on with them."""
+        if self._in_rounds or not self._config.core_restarts:
+            raise ConfigError("sleep: requests survive no core here (core_restarts is 0, or replicas share experts)")
+        with self._changing:
+            self._check_open()
+            replicas = self._fleet.replicas
+            if not self._asleep:
+                self._asleep, self._fleet.resting = len(replicas) + len(self._following), True
+                self._sleeps += 1
+                self._take_away(replicas)
+                for replica in replicas:
+                    replica.client.close()
+
+    def wake_up(self, config: EngineConfig | None = None) -> None:
+        """As many cores start as fell asleep. As `engine.sleeping.Sleeper`."""
+        with self._changing:
+            self._check_open()
+            if not self._asleep:
+                return
+            before, self._config = self._config, config or self._config
+            try:
+                replicas = self._start_many(self._asleep)
+            except BaseException:
+                self._config = before
+                raise
+            self._asleep, self._fleet.resting = 0, False
+            for replica in replicas:
+                self._serve(replica)
+            self._fleet.tell()
+            os.eventfd_write(self._wake, 1)
 
     def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
         """Serve with as many from now on; of those that are too many the youngest go. Raises as the two above."""
@@ -216,6 +262,8 @@ class ReplicatedClient:
             raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
         self._check_ports(replicas)
         with self._changing:  # as a whole: two that differ would undo each other's steps
+            if self._asleep:
+                raise ConfigError("the engine sleeps: wake it up first")
             while len(self.replicas) < replicas:
                 self.add_replica()
             while len(self.replicas) > replicas:
@@ -233,8 +281,6 @@ class ReplicatedClient:
                 "enable_expert_parallel: each replica has experts that no other one has, so none comes or goes while "
                 "they serve"
             )
-
-    # -- inside ------------------------------------------------------------------------------------------------------
 
     @property
     def _clients(self) -> list[ProcessClient]:
@@ -314,22 +360,25 @@ class ReplicatedClient:
 
     def _follow_in(self, wait_s: float) -> None:
         """Another core is started then, in a thread of its own, until one serves or too many have died."""
-        thread = threading.Thread(target=self._follow, args=(wait_s,), name="restart", daemon=True)
+        thread = threading.Thread(target=self._follow, args=(wait_s, self._sleeps), name="restart", daemon=True)
         self._following.add(thread)
         thread.start()
 
-    def _follow(self, wait_s: float | None) -> None:
+    def _follow(self, wait_s: float | None, sleeps: int) -> None:
         while wait_s is not None and not self._leaving.wait(wait_s):
-            wait_s = self._try_to_follow()
+            wait_s = self._try_to_follow(sleeps)
         self._following.discard(threading.current_thread())
         if not self._closed:
             os.eventfd_write(self._wake, 1)  # whoever receives listens to it, or learns that nothing follows
 
-    def _try_to_follow(self) -> float | None:
-        """Start a core in the place of one that died. Returns when to try again, in seconds; None: there is no need."""
+    def _try_to_follow(self, sleeps: int) -> float | None:
+        """Start a core in the place of one that died. Returns when to try again, in seconds; None: there is no need.
+        `sleeps`: before that; what has slept since has woken up with as many as there should be."""
         try:
             with self._changing:
                 self._check_open()
+                if sleeps != self._sleeps:
+                    return None
                 self._serve(self._start_one())
                 self._fleet.tell()
         except Exception as error:
@@ -347,5 +396,5 @@ class ReplicatedClient:
     def _check_open(self) -> None:
         if self._died is not None:
             raise CoreDiedError(self._died)
-        if self._closed or not (self._fleet.replicas or self._following):
+        if self._closed or not (self._fleet.replicas or self._following or self._asleep):
             raise CoreDiedError("the cores are not running: not started, or closed")

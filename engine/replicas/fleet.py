@@ -92,6 +92,8 @@ class Fleet(Generic[C]):
         self._gone = counters_of(CoreStats())
         """what those have counted that are no more"""
         self._has_lost = False
+        self.resting = False
+        """the last one may go, too: requests wait for the next one"""
 
     def add(self, replica: Replica[C]) -> None:
         with self._lock:
@@ -167,7 +169,7 @@ class Fleet(Generic[C]):
         """Of those that are leaving, but not of the last one; the others go on with what they had."""
         with self._lock:
             for replica in [each for each in self.replicas if each.leaving]:
-                if len(self.replicas) > 1:
+                if len(self.replicas) > 1 or self.resting:
                     self._hand_over(replica)
                 else:
                     replica.leaving = False
@@ -276,6 +278,7 @@ class Fleet(Generic[C]):
         self._has_lost = True
         if replica is self._court:
             self._court = None
+            self._suspects.adjourn()
         lost, killers = self._router.remove(replica.number), list[str]()
         go_on = lost
         if death is not None:
@@ -286,7 +289,7 @@ class Fleet(Generic[C]):
             assert death is not None
             self._convicts.add(self._deliveries.message(name), _killed(death), time.monotonic())
             self._fail(self._deliveries.left(name), _killed(death), "fault")
-        if not self.replicas:
+        if not self.replicas or self.resting:
             self._waiting += go_on
             return
         if all(each.draining for each in self.replicas):  # who else?

@@ -58,6 +58,10 @@ class Suspects:
         """It is over."""
         self._deaths.pop(name, None)
 
+    def adjourn(self) -> None:
+        """The court is gone."""
+        self._on_trial = None
+
     def again(self, name: str) -> None:
         """Its trial could not be held."""
         self._on_trial = None

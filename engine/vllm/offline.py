@@ -55,12 +55,6 @@ def check_format(form: str) -> None:
 class NotHere:
     """Methods of vLLM's `LLM` that have no meaning here. Each raises `InvalidRequestError` with what to use instead."""
 
-    def sleep(self, *_: object, **__: object) -> NoReturn:
-        _no("sleep", "use shutdown, and make another LLM: compiled code and packed kernels are kept on disk")
-
-    def wake_up(self, *_: object, **__: object) -> NoReturn:
-        _no("wake_up", "there is no sleep; make another LLM")
-
     def collective_rpc(self, *_: object, **__: object) -> NoReturn:
         _no("collective_rpc", "no function is sent to the core; `stats` and `get_metrics` say what it does")
 

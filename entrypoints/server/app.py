@@ -25,6 +25,7 @@ from entrypoints.server import (
     prefixes,
     scaling,
     scores,
+    sleeping,
 )
 from entrypoints.server.api_key import ApiKeyGuard
 from entrypoints.server.bodies import Bodies, bounded_route
@@ -106,6 +107,8 @@ def create_app(
     prefixes.add_routes(app, context)
     operation.add_routes(app, context, load)
     scaling.add_routes(app, context)
+    if settings.enable_sleep_mode:
+        sleeping.add_routes(app, context)
     open_files = page.add_routes(app, context)
     add_document(app, keyed=keyring is not None)
     guards = [Middleware(CountsLoad, load=load), Middleware(OriginGuard, allowed=allowed_origins)]

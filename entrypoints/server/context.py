@@ -18,6 +18,7 @@ from fastapi import HTTPException
 from starlette.requests import HTTPConnection
 
 from engine import AsyncEngine, SamplingParams
+from engine.config import EngineConfig
 from engine.dialects.resolve import AUTO
 from engine.errors import ConfigError, InvalidRequestError
 from engine.frontend.admission import PairPrompt
@@ -73,6 +74,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """where a span for each request is sent"""
     default_timeout: float | None = None
     """seconds in which a request must end that does not say so itself; None: it has time"""
+    enable_sleep_mode: bool = False
+    """whoever may administer may put the engine to sleep, and change its weights"""
     usage_log: Path | None = None
     """file of what each client's requests have used"""
 
@@ -96,6 +99,12 @@ class Place(NamedTuple):
     cache_salt: str | None = None
 
 
+def fingerprint_of(config: EngineConfig) -> str:
+    model = config.model
+    made_by = (version("pageloom"), model.path, model.dtype, model.quantization)
+    return "fp_" + hashlib.sha256(repr(made_by).encode()).hexdigest()[:10]
+
+
 class ServerContext:
     """The engine must be started."""
 
@@ -111,8 +120,7 @@ class ServerContext:
         self.adapters = Adapters(engine, self.names)
         self.speech = Speech(engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
         config = engine.config
-        made_by = (version("pageloom"), config.model.path, config.model.dtype, config.model.quantization)
-        self.fingerprint = "fp_" + hashlib.sha256(repr(made_by).encode()).hexdigest()[:10]
+        self.fingerprint = fingerprint_of(config)
         """OpenAI's `system_fingerprint`: the same while answers are made in the same way"""
         self.texts = TokenTexts(engine.tokenizer)
         self._fill_in = fill_in_of(engine.tokenizer, config.limits, engine.max_model_len)

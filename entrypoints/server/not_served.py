@@ -9,6 +9,7 @@ _TEXT = "the model that is served reads and writes text (/v1/chat/completions, /
 _FILES = "this server keeps no files: send what the model shall read with the request"
 _SERVED = "this server serves the weights that it was started with"
 _ACCOUNTS = "this server has no accounts"
+_AWAKE = "start it with --enable-sleep-mode"
 _STATE = "conversations are sent with each request, or kept by /v1/responses"
 
 _REASONS = {
@@ -39,11 +40,12 @@ _REASONS = {
     "/api/signout": _ACCOUNTS,
     # vLLM's
     "/collective_rpc": "this server runs no code that is sent to it",
-    "/is_sleeping": "this server never sleeps; /health tells how it is",
-    "/sleep": "this server never sleeps: stop it to free its memory",
+    "/is_sleeping": _AWAKE,
+    "/sleep": _AWAKE,
     "/start_profile": "engine-bench profile tells where the time goes",
     "/stop_profile": "engine-bench profile tells where the time goes",
-    "/wake_up": "this server never sleeps; /health tells how it is",
+    "/update_weights_from_disk": _AWAKE,
+    "/wake_up": _AWAKE,
 }
 
 

@@ -96,6 +96,8 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
     async def ready() -> Response:
         if app.state.draining:
             return state(("shutting_down", "the server is shutting down"))
+        if engine.is_sleeping:
+            return state(("asleep", "the engine sleeps"))
         return state(progress.trouble())
 
     transfer = engine.config.kv_transfer

@@ -4,10 +4,11 @@ sockets and a handle in place of a process."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import zmq
 from simulated_core import SimulatedCore
@@ -18,7 +19,7 @@ from engine.core.liveness import Liveness
 from engine.core.wire import CoreReady, ToCore
 from engine.errors import CoreDiedError
 from engine.replicas.client import ReplicatedClient
-from engine.replicas.together import ready_of_all
+from engine.replicas.fleet import Replica
 
 
 class Pipe:
@@ -163,11 +164,18 @@ class SimulatedReplicatedClient(ReplicatedClient):
         self._world = world
         self._news: asyncio.Event = asyncio.Event()
 
-    def start(self) -> CoreReady:
-        replicas = [self._start_one() for _ in range(self._config.parallel.data)]
+    def _start_many(self, size: int) -> list[Replica[ProcessClient]]:
+        return [self._start_one() for _ in range(size)]
+
+    def _take_away(self, replicas: Sequence[Replica[ProcessClient]]) -> None:
         for replica in replicas:
-            self._serve(replica)
-        return ready_of_all([replica.ready for replica in replicas])
+            replica.leaving = True
+        self._fleet.let_go()
+        self.changed()
+
+    def wake_up(self, config: EngineConfig | None = None) -> None:
+        super().wake_up(config)
+        self.changed()
 
     def send(self, message: ToCore) -> None:
         super().send(message)
@@ -190,11 +198,11 @@ class SimulatedReplicatedClient(ReplicatedClient):
             return outputs
 
     def _follow_in(self, wait_s: float) -> None:
-        attempt: Any = _NoThread()
+        attempt, sleeps = cast(threading.Thread, _NoThread()), self._sleeps
         self._following.add(attempt)
 
         def follow() -> None:
-            again = None if self._leaving.is_set() else self._try_to_follow()
+            again = None if self._leaving.is_set() else self._try_to_follow(sleeps)
             if again is not None:
                 self._world.loop.call_later(again + self._world.start_s(), follow)
             else:

@@ -31,7 +31,7 @@ def test_in_every_world_what_must_hold_does(building: Building) -> None:
     happened = Counter[str]()
     for seed in range(SEEDS):
         happened += simulate(seed, building).happened
-    everything = "whole refused late left aborted failed invalid died deaths resumed convicted"
+    everything = "whole refused late left aborted failed invalid died deaths slept resumed convicted"
     counted = "preemptions preemptions_swapped prefix_hit_tokens accepted_tokens"
     assert not [name for name in f"{everything} {counted}".split() if not happened[name]], happened
 

@@ -23,7 +23,7 @@ from virtual_time import VirtualLoop
 
 from engine.config import EngineConfig
 from engine.core import client as core_client
-from engine.errors import QueueFullError, ShutDownError
+from engine.errors import CoreDiedError, QueueFullError, ShutDownError
 from engine.frontend.tokenizer import Tokenizer
 from engine.layer_groups import State, most_blocks
 from engine.models.description import ModelDescription, describe
@@ -67,7 +67,7 @@ class World:
         self.cores: list[SimulatedCore] = []
         self._clients: dict[SimulatedCore, SimulatedProcessClient] = {}
         self.deaths: list[str] = []
-        self.kills_from_outside = self._jumps = 0
+        self.kills_from_outside = self._jumps = self.slept = 0
         self._slow_s = rng.choice([0.0001, 0.001, 0.02])
         self._unlucky_starts = rng.choice([0, 0, 0, 1])
         self.config, self.shape = self._draw_engine()
@@ -241,7 +241,7 @@ class World:
     def _count(self) -> None:
         """What of all that can happen has."""
         self.happened.update(guest.end for guest in self.guests)
-        self.happened["deaths"] = len(self.deaths)
+        self.happened["deaths"], self.happened["slept"] = len(self.deaths), self.slept
         self.happened["convicted"] = sum(KILLER in each.wish.prompt and each.end == "failed" for each in self.guests)
         for core in self.cores:
             stats = core.scheduler.stats()
@@ -262,7 +262,13 @@ class World:
             self.log("the machine sleeps for", seconds)
             self._jumps += 1
             self.loop.jump(seconds)
-        elif alive and kind < 0.3:
+        elif kind < 0.2 and not self.client.is_sleeping:
+            seconds = rng.choice([0.1, 20.0])
+            self.log("the engine sleeps for", seconds)
+            self.slept += 1
+            self.client.sleep()
+            self.loop.call_later(seconds, self._wake_up)
+        elif alive and kind < 0.4:
             core, seconds = rng.choice(alive), rng.choice([0.5, 15.0, 400.0])
             self.log("core", self.cores.index(core), "stands still for", seconds)
             core.stop_for(seconds)
@@ -272,6 +278,14 @@ class World:
         elif alive:
             self.kills_from_outside += 1
             rng.choice(alive).crash()
+
+    def _wake_up(self) -> None:
+        if self.serving.death is None and not self.serving.closed:
+            try:
+                self.client.wake_up()
+            except CoreDiedError:  # it did not start
+                self.log("it sleeps on")
+                self.loop.call_later(1.0, self._wake_up)
 
     def _check_noticed(self, core: SimulatedCore, jumps: int) -> None:
         """A core that had work and stood still is dead by now, unless nobody was awake to see it."""

@@ -1,0 +1,192 @@
+"""An engine that sleeps has no core and no memory, keeps whom it was given, and wakes up as if nothing had been; also
+with other weights of the same model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny_families import save_tiny
+
+from engine import LLM, AsyncEngine, SamplingParams
+from engine.config import make_args
+from engine.errors import ConfigError, EngineError, WeightsError
+from entrypoints.server.app import create_app
+from entrypoints.server.context import ServerSettings
+
+pytestmark = pytest.mark.timeout(300)
+
+SMALL: dict[str, Any] = {"device": "cpu", "compile": "none", "kv_cache_memory": 8 << 20, "max_model_len": 256}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+PROMPTS = [[3 + (7 * i * i + place) % 240 for i in range(12 + 9 * place)] for place in range(4)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of one model."""
+    paths = tmp_path_factory.mktemp("sleep") / "before", tmp_path_factory.mktemp("sleep") / "after"
+    for path in paths:
+        save_tiny("Llama", path)
+    file = paths[1] / "model.safetensors"
+    turned = {name: tensor.roll(1, 0).contiguous() for name, tensor in load_file(file).items()}
+    save_file(turned, file, metadata={"format": "pt"})
+    return paths
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], PARAMS, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[Path, Path]) -> list[list[list[int]]]:
+    """Of each checkpoint."""
+    found = []
+    for path in models:
+        with LLM(path, **SMALL) as llm:
+            found.append(tokens(llm))
+    assert found[0] != found[1]
+    return found
+
+
+@pytest.fixture(params=[True, False], ids=["in process", "in a process of its own"])
+def llm(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterator[LLM]:
+    with LLM(models[0], in_process=request.param, **SMALL) as llm:
+        yield llm
+
+
+def test_it_wakes_up_as_if_nothing_had_been(llm: LLM, expected: list[list[list[int]]]) -> None:
+    assert tokens(llm) == expected[0] and not llm.is_sleeping
+    for _ in range(2):
+        llm.sleep(level=2)
+    assert llm.is_sleeping and not cores()
+    with pytest.raises(EngineError, match="sleeps"):
+        tokens(llm)
+    for _ in range(2):
+        llm.wake_up(tags=["weights"])
+    assert not llm.is_sleeping
+    assert tokens(llm) == expected[0]
+
+
+def test_other_weights_take_the_place_of_those_before(
+    llm: LLM, models: tuple[Path, Path], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    tokens(llm)
+    llm.update_weights(models[1])
+    assert tokens(llm) == expected[1] and llm.config.model.path == str(models[1])
+    llm.sleep()
+    llm.update_weights(models[0])
+    assert not llm.is_sleeping and tokens(llm) == expected[0]
+
+    save_tiny("Llama", tmp_path / "larger", intermediate_size=160)
+    with pytest.raises(ConfigError, match="another model"):
+        llm.update_weights(tmp_path / "larger")
+    broken = tmp_path / "broken"
+    save_tiny("Llama", broken)
+    for file in broken.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises((WeightsError, ConfigError)):
+        llm.update_weights(broken)
+    assert tokens(llm) == expected[0], "what was served before is served again"
+
+
+def cores() -> list[int]:
+    """Processes of this one's cores."""
+    children = psutil.Process().children(recursive=True)
+    return [each.pid for each in children if any("engine.core.process" in part for part in each.cmdline())]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_streams_go_on_behind_a_sleep(
+    models: tuple[Path, Path], expected: list[list[list[int]]], replicas: int
+) -> None:
+    async def run() -> None:
+        settings = {"data_parallel_size": replicas, **SMALL}
+        async with AsyncEngine(make_args(models[0], settings)) as engine:
+            given: dict[int, list[int]] = {}
+
+            async def ask(place: int) -> None:
+                async for output in engine.generate({"prompt_token_ids": PROMPTS[place]}, PARAMS):
+                    now = output.outputs[0].token_ids
+                    assert now[: len(given.get(place, []))] == given.get(place, [])
+                    given[place] = list(now)
+
+            streams = [asyncio.create_task(ask(place)) for place in range(3)]
+            while sum(map(len, given.values())) < 30:
+                await asyncio.sleep(0.002)
+            await engine.sleep()
+            before = {place: len(each) for place, each in given.items()}
+            assert engine.is_sleeping and not cores() and engine.stalled() is None
+            streams.append(asyncio.create_task(ask(3)))  # who comes meanwhile waits, too
+            await asyncio.sleep(0.5)
+            assert {place: len(each) for place, each in given.items()} == before and 3 not in given
+            await engine.wake_up()
+            assert len(cores()) == replicas
+            await asyncio.gather(*streams)
+            assert [given[place] for place in range(4)] == expected[0]
+
+            again = asyncio.create_task(ask(0))
+            given.clear()
+            while not given:
+                await asyncio.sleep(0.002)
+            await engine.update_weights(str(models[1]))
+            await again
+            assert len(given[0]) == len(expected[0][0]), "it goes on with the new weights"
+            await ask(1)
+            assert given[1] == expected[1][1]
+
+    asyncio.run(run())
+
+
+def test_over_http(models: tuple[Path, Path], tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncEngine(make_args(models[0], SMALL)) as engine:
+            app = create_app(engine, "served", settings=ServerSettings(enable_sleep_mode=True))
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=120) as client:
+
+                async def ask(place: int) -> dict[str, Any]:
+                    body = {"prompt": PROMPTS[place], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+                    reply = await client.post("/v1/completions", json=body)
+                    assert reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 60
+                    return dict(reply.json())
+
+                before = await ask(0)
+                for number in range(2):
+                    reply = await client.post("/sleep", params={"level": number + 1})
+                    assert reply.status_code == 200
+                assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+                assert (await client.get("/health")).status_code == 200, "nobody is to restart it"
+                ready = await client.get("/ready")
+                assert ready.status_code == 503 and ready.json()["error"]["code"] == "asleep"
+                waiting = asyncio.create_task(ask(0))
+                await asyncio.sleep(0.3)
+                assert not waiting.done()
+                assert (await client.post("/wake_up", params={"tags": "weights"})).status_code == 200
+                after = await waiting
+                assert after["choices"] == before["choices"]
+                assert (await client.get("/ready")).status_code == 200
+
+                for path in (tmp_path / "nothing", tmp_path):
+                    refused = await client.post("/update_weights_from_disk", json={"model_path": str(path)})
+                    assert refused.status_code == 400 and refused.json()["error"]["param"] == "model_path"
+                assert (await ask(0))["choices"] == before["choices"]
+                changed = await client.post("/update_weights_from_disk", json={"model_path": str(models[1])})
+                assert changed.json()["success"] is True
+                assert (await ask(0))["system_fingerprint"] != before["system_fingerprint"]
+                refused = await client.post("/sleep", params={"mode": "abort"})
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == "mode"
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_ends_with_its_core_does_not_sleep(models: tuple[Path, Path]) -> None:
+    llm = LLM(models[0], in_process=False, core_restarts=0, **SMALL)
+    with llm, pytest.raises(ConfigError, match="core_restarts=0"):
+        llm.sleep()
