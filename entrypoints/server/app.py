@@ -104,11 +104,9 @@ def create_app(
     responses_api.add_routes(app, context, store)
     load = Load()
     add_socket(app, Sockets(context, (store, passing), bodies, load))
-    prefixes.add_routes(app, context)
     operation.add_routes(app, context, load)
-    scaling.add_routes(app, context)
-    if settings.enable_sleep_mode:
-        sleeping.add_routes(app, context)
+    for part in (prefixes, scaling, sleeping):
+        part.add_routes(app, context)
     open_files = page.add_routes(app, context)
     add_document(app, keyed=keyring is not None)
     guards = [Middleware(CountsLoad, load=load), Middleware(OriginGuard, allowed=allowed_origins)]

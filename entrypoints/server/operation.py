@@ -45,6 +45,10 @@ class Progress:
             logger.warning("the engine core %s", f"seems to hang: {reason}" if reason else "makes progress again")
         return None if reason is None else ("engine_stalled", "the engine has work and makes no progress")
 
+    def sleep(self) -> tuple[str, str] | None:
+        """As `trouble`; on purpose."""
+        return ("asleep", "the engine sleeps") if self._engine.is_sleeping else None
+
 
 _OF_THE_HOST = ("cache_dir", "path", "tokenizer")
 """settings that name files"""
@@ -96,9 +100,7 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
     async def ready() -> Response:
         if app.state.draining:
             return state(("shutting_down", "the server is shutting down"))
-        if engine.is_sleeping:
-            return state(("asleep", "the engine sleeps"))
-        return state(progress.trouble())
+        return state(progress.trouble() or progress.sleep())
 
     transfer = engine.config.kv_transfer
     moves = {"kv_role": None if transfer is None else transfer.kv_role, "kv_layout": engine.ready.kv_layout}

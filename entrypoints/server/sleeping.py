@@ -21,6 +21,9 @@ class Weights(Body):
 
 
 def add_routes(app: FastAPI, context: ServerContext) -> None:
+    """None, unless the settings want them."""
+    if not context.settings.enable_sleep_mode:
+        return
     engine, under_way = context.engine, set[asyncio.Task[None]]()
 
     async def to_its_end(change: Coroutine[None, None, None]) -> None:
