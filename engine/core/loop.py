@@ -41,7 +41,7 @@ from engine.executor.interface import Executor
 from engine.kv_transfer.interface import FetchDone, LeaseEnded, News
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
-from engine.step import StepPlan
+from engine.step import Rows, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,8 @@ class CoreLoop:
         self._in_flight = 0
         """steps submitted and not collected"""
         self._submitted: deque[tuple[float, int, bool]] = deque()
-        """when each of them was submitted, how many tokens it computes, and whether the scheduler knows of it"""
+        """when each of them was submitted, how many tokens it computes beside drafts, and whether the scheduler knows of
+        it"""
         self._collected = 0.0
         """when the last one was: the next one takes from then, or from when it was submitted, if that is later"""
         self._done: deque[None] = deque()
@@ -220,7 +221,7 @@ class CoreLoop:
             self.phase = "submit"
             self._observer.mark(step_profile.SUBMIT)
             self._executor.submit(plan, self._step_done)
-            self._submitted.append((time.perf_counter(), plan.rows.num_tokens, known is not None))
+            self._submitted.append((time.perf_counter(), _certain(plan.rows), known is not None))
             self._in_flight += 1
         return plan is not None
 
@@ -252,7 +253,7 @@ class CoreLoop:
             self._rounds.ended(result.round)
         if not known:
             return None, []
-        return StepTaken(seconds, tokens), self._scheduler.complete(result, seconds)
+        return StepTaken(seconds, tokens + sum(result.drafted)), self._scheduler.complete(result, seconds)
 
     def _drain(self, wait: bool) -> list[Delta]:
         deltas: list[Delta] = []
@@ -365,6 +366,13 @@ class CoreLoop:
         self._empty_plans += 1
         if self._empty_plans > MAX_EMPTY_PLANS:
             raise EngineError(f"the scheduler has work but plans nothing, with no step in flight: {self._stats()}")
+
+
+def _certain(rows: Rows) -> int:
+    """Tokens without drafts, which are planned before anybody knows whether there are so many."""
+    samples = rows.samples
+    drafts = int(samples.sum()) - int((samples > 0).sum()) if len(samples) and samples.max() > 1 else 0
+    return rows.num_tokens - drafts
 
 
 def refusal(request_id: str, kind: str, error: Exception) -> SequenceDelta:

@@ -78,6 +78,9 @@ class States(RuleBasedStateMachine):
         self.host: list[object] = [None] * host
         self.parts: dict[int, list[int]] = {}
         self.copies: list[tuple[int, int]] = []
+        self.gave_way = False
+        """somebody, in the plan that is being made: nobody starts or comes back in it (`Scheduler._draft`), where he
+        might be given what is to be copied first"""
 
     # -- the device --------------------------------------------------------------------------------------------------
 
@@ -94,7 +97,7 @@ class States(RuleBasedStateMachine):
             self.device[there] = self._copy(self.device[source])
         for block in uncleaned:
             self.device[block] = {}
-        self.copies = []
+        self.copies, self.gave_way = [], False
         rows = [seq for seq in self.seqs if seq.query is not None]
         self.rng.shuffle(rows)
         for seq in rows:
@@ -162,6 +165,8 @@ class States(RuleBasedStateMachine):
         """What a sequence that ended has left is taken up by one that goes on behind it."""
         if len(self.seqs) > 5:
             self.end(self.seqs[0])
+        if self.gave_way:
+            self.tell()
         if again is not None and self.ended:
             tokens = self.ended[-1 - again % len(self.ended)] + more
         blocks = self.kv.open()
@@ -244,6 +249,7 @@ class States(RuleBasedStateMachine):
         """Between plans, or preempted before the plan is told."""
         if seq.query is not None:
             self.tell()
+        self.gave_way = True
         self.ended.append(seq.tokens[: seq.computed])
         self.kv.free(seq.blocks)
         self.seqs.remove(seq)
@@ -260,6 +266,8 @@ class States(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def swap_in(self, pick: int) -> None:
+        if self.gave_way:
+            self.tell()
         there = [seq for seq in self.seqs if seq.blocks.on_host]
         if there and self.kv.host is not None:
             seq = there[pick % len(there)]
@@ -318,7 +326,7 @@ class States(RuleBasedStateMachine):
 
 
 WANTED = ("append", "copied", "fork", "hit", "preempted", "right", "swap in", "swap out", "take over")
-FEW = settings(max_examples=30, stateful_step_count=60)
+FEW = settings(max_examples=60, stateful_step_count=60)
 
 
 @pytest.mark.timeout(900)
