@@ -32,7 +32,7 @@ from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.replicas.choice import local_client, process_client
 from engine.request import NOBODY, RequestOutput, RequestOutputKind, SamplingParams, Tenant
 from engine.serving import Serving, start_serving
-from engine.sleeping import change_weights, is_sleeping, sleeper, with_weights
+from engine.sleeping import is_sleeping, sleeper, with_weights
 
 _COMPILED_POLL_S = 0.05
 
@@ -292,11 +292,11 @@ class AsyncEngine:
 
     async def sleep(self) -> None:
         """As `LLM.sleep`; requests that run wait, with those that come, until `wake_up`, and go on where they were."""
-        await asyncio.to_thread(sleeper(self._require().client).sleep)
+        await asyncio.to_thread(sleeper(self._require().client, apart=True).sleep)
 
     async def wake_up(self) -> None:
         """Raises what starting raises, and sleeps on."""
-        await asyncio.to_thread(sleeper(self._require().client).wake_up)
+        await asyncio.to_thread(sleeper(self._require().client, apart=True).wake_up)
 
     @property
     def is_sleeping(self) -> bool:
@@ -306,7 +306,7 @@ class AsyncEngine:
         """As `LLM.update_weights`. Requests that run go on behind what they have been given, with the new weights."""
         engine = self._require()
         config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
-        await asyncio.to_thread(change_weights, sleeper(engine.client), config)
+        await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
         engine.config = config
 
     def reset_prefix_cache(self) -> None:

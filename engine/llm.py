@@ -14,7 +14,7 @@ from engine.batch_run import Progress, Shown, interrupts_between_steps
 from engine.config import EngineArgs, EngineConfig, ModelConfig, make_args
 from engine.core.client import CoreClient
 from engine.core.wire import CoreStats, ResetPrefixCache
-from engine.errors import InvalidRequestError, ShutDownError
+from engine.errors import ConfigError, InvalidRequestError, ShutDownError
 from engine.frontend.adapters import adapters_of
 from engine.frontend.admission import PROMPT_ONLY, AdmittedRequest, ParsedPrompt, Prompt, naming_prompt, parse_prompt
 from engine.frontend.conversation import ChatMessage
@@ -24,7 +24,7 @@ from engine.pooling import PoolingParams
 from engine.replicas.choice import local_client, process_client
 from engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from engine.session import Session, open_session
-from engine.sleeping import change_weights, is_sleeping, sleeper, with_weights
+from engine.sleeping import is_sleeping, sleeper, with_weights
 from engine.stepping import Stepper
 from engine.vllm.beams import BeamSearchOutput, BeamSearchParams, beams_of, searched
 from engine.vllm.llm_engine import LLMEngine
@@ -124,7 +124,10 @@ class LLM(PooledCalls, NotHere):
         """The core ends: all of its memory is free, and the prefix cache is empty; compiled code and the files of the
         weights stay where they are, so that `wake_up` takes as long as a warm start. Until then `generate` raises
         `EngineError`. `level`: vLLM's, without effect. Raises `ConfigError` while requests run."""
-        sleeper(self._alive().client).sleep()
+        client = sleeper(self._alive().client)
+        if len(self._stepper):
+            raise ConfigError("sleep: requests run, and nobody here would wake it up for them")
+        client.sleep()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """`tags`: vLLM's, without effect: all of it wakes up."""
@@ -139,7 +142,7 @@ class LLM(PooledCalls, NotHere):
         `ConfigError` and the like for what cannot take their place; then nothing has changed."""
         session = self._alive()
         config = with_weights(self._args, self.model, session.config, str(path))
-        change_weights(sleeper(session.client), config)
+        sleeper(session.client).change(config)
         self.config = session.config = config
 
     def reset_prefix_cache(self) -> None:

@@ -3,19 +3,17 @@ the same model are served from then on."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from msgspec.structs import fields, replace
 
 from engine.config import EngineArgs, EngineConfig
-from engine.core.client import CoreClient
+from engine.core.client import CoreClient, InProcessClient
 from engine.errors import ConfigError
 from engine.models.description import ModelDescription
 from engine.plan import resolve_with_plan
-
-logger = logging.getLogger(__name__)
 
 _OF_THE_MODEL = (
     "spec",
@@ -48,9 +46,16 @@ class Sleeper(Protocol):
         """It starts again, from now on as `config` says. Raises what starting raises, and sleeps on. Idempotent."""
         ...
 
+    def change(self, config: EngineConfig) -> None:
+        """It wakes up as `config` says, whether it slept or not, and nobody else puts it to sleep or wakes it up
+        meanwhile. Where that does not start, what was before starts again, and the error is raised."""
+        ...
 
-def sleeper(client: CoreClient) -> Sleeper:
-    """Raises `ConfigError` for a core that cannot end without the engine."""
+
+def sleeper(client: CoreClient, *, apart: bool = False) -> Sleeper:
+    """Raises `ConfigError` for a core that cannot end without the engine. `apart`: it is to wait in another thread."""
+    if apart and isinstance(client, InProcessClient):
+        raise ConfigError("sleep: with in_process the core turns on the event loop, which waits for nobody")
     if not isinstance(client, Sleeper):
         raise ConfigError("sleep: with core_restarts=0 the engine ends with its core")
     return client
@@ -63,8 +68,16 @@ def is_sleeping(client: CoreClient) -> bool:
 def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig, path: str) -> EngineConfig:
     """The configuration for the weights at `path`, with which nothing else changes. Raises `ConfigError` and the like
     for a model that differs in more than its weights."""
+    try:
+        there, same = Path(path).exists(), _same_tokenizer(Path(path), Path(config.model.path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    if not there:
+        raise ConfigError(f"{path}: there is no such file or directory")
+    if not same:
+        raise ConfigError(f"{path}: its tokenizer.json is another one: only weights may differ")
     names = {"tokenizer": config.model.tokenizer, "served_model_name": config.model.served_name}
-    found, new = resolve_with_plan(replace(args, model=path, **names))
+    found, new = resolve_with_plan(replace(args, model=path, revision=None, download_dir=None, **names))
     differing = [name for name in _OF_THE_MODEL if _differ(found, model, name)]
     if model.spec is None and _shape(found.hf_config) != _shape(model.hf_config):
         differing.append("config.json")
@@ -77,21 +90,15 @@ def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig
     return new
 
 
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    """As far as both have a file of it."""
+    files = one / "tokenizer.json", other / "tokenizer.json"
+    return not all(each.is_file() for each in files) or files[0].read_bytes() == files[1].read_bytes()
+
+
 def _shape(config: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in config.items() if name not in _OF_A_FILE}
 
 
 def _differ(one: object, other: object, name: str) -> bool:
     return bool(getattr(one, name) != getattr(other, name))
-
-
-def change_weights(client: Sleeper, config: EngineConfig) -> None:
-    """It wakes up with them, whether it slept or not. Where they do not load, what was served before is served again,
-    and the error is raised."""
-    client.sleep()
-    try:
-        client.wake_up(config)
-    except BaseException:
-        logger.exception("other weights could not be loaded: those before are loaded again")
-        client.wake_up()
-        raise

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.core.loop import STATS_CHANGED, CoreLoop
 from engine.core.process import failure
 from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
-from engine.core.wire import CoreReady, StepOutputs, ToCore
+from engine.core.wire import AddRequest, CoreReady, StepOutputs, ToCore, UnpinPrefix, Vocabulary
 from engine.errors import ConfigError, CoreDiedError, EngineError
 from engine.executor.interface import Executor
 from engine.observability.step_profile import StepObserver
@@ -35,6 +35,8 @@ class InProcessClient:
         self._core: CoreLoop | None = None
         self._died: str | None = None
         self._asleep = False
+        self._of_all: dict[str, AddRequest | Vocabulary] = {}
+        """what a core that wakes up has to be told: pins by their names, the vocabulary under "" """
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._sent = asyncio.Event()
         self._compiled = threading.Event()
@@ -55,6 +57,12 @@ class InProcessClient:
 
     def send(self, message: ToCore) -> None:
         self._alive().inbox.put(message)
+        if isinstance(message, Vocabulary):
+            self._of_all[""] = message
+        elif isinstance(message, AddRequest) and message.pin is not None:
+            self._of_all[message.pin] = message
+        elif isinstance(message, UnpinPrefix):
+            self._of_all.pop(message.name, None)
         if self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(self._sent.set)
 
@@ -108,6 +116,7 @@ class InProcessClient:
                 self._turn()
             self.close()
             self._asleep = True
+            self._compiled.clear()
 
     def wake_up(self, config: EngineConfig | None = None) -> None:
         if self._asleep:
@@ -118,6 +127,17 @@ class InProcessClient:
                 self._config = before
                 raise
             self._asleep = False
+            for message in self._of_all.values():
+                self._alive().inbox.put(message)
+
+    def change(self, config: EngineConfig) -> None:
+        """As `engine.sleeping.Sleeper`."""
+        self.sleep()
+        try:
+            self.wake_up(config)
+        except BaseException:
+            self.wake_up()
+            raise
 
     def abandon(self) -> None:
         """Nothing: this process is the core."""

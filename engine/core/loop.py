@@ -123,8 +123,8 @@ class CoreLoop:
         self._in_flight = 0
         """steps submitted and not collected"""
         self._submitted: deque[tuple[float, int, bool]] = deque()
-        """when each of them was submitted, how many tokens it computes beside drafts, and whether the scheduler knows of
-        it"""
+        """when each of them was submitted, the tokens that it computes beside drafts, and whether the scheduler knows
+        of it"""
         self._collected = 0.0
         """when the last one was: the next one takes from then, or from when it was submitted, if that is later"""
         self._done: deque[None] = deque()

@@ -75,6 +75,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """its prompt is computed for another engine, or by one"""
     lora_request: LoRARequest | None = None
     """the adapter that all of it is computed with"""
+    accepted: bool = False
+    """another core had it, so that no queue is too full for it"""
     resumed: list[Resumed] = []
     """of each of `request_ids`, or none: it is new. Of a search nothing is given before its end"""
 

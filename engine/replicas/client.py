@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 
 from engine.config import EngineConfig
@@ -26,6 +26,7 @@ from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.layout import replica_config, replica_cpus
 from engine.replicas.restarts import Restarts
 from engine.replicas.router import Router
+from engine.replicas.sleeping import Sleeping
 from engine.replicas.stop_watch import StopWatch
 from engine.replicas.together import ready_of_all
 from engine.setting_checks import check_ports, check_transfer_port
@@ -42,7 +43,7 @@ def _process(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | N
     return ProcessClient(config, cpus=cpus, group_fd=group_fd)
 
 
-class ReplicatedClient:
+class ReplicatedClient(Sleeping):
     """See `engine.core.client.CoreClient`. Replicas may be added and removed from any thread while it serves."""
 
     def __init__(self, config: EngineConfig, make_client: MakeClient = _process, router: Router | None = None) -> None:
@@ -69,8 +70,6 @@ class ReplicatedClient:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._died: str | None = None
         self._abandoned = self._closed = False
-        self._asleep = self._sleeps = 0
-        """cores that are to wake up, 0: it is awake; and how often it has slept"""
 
     def start(self) -> CoreReady:
         size = self._config.parallel.data
@@ -78,6 +77,7 @@ class ReplicatedClient:
             if self._in_rounds:
                 self._group_fd = allocate(size, SLOT_BYTES)
             replicas = self._start_many(size)
+            self._wanted = size
         except BaseException:
             self.close()
             raise
@@ -85,19 +85,26 @@ class ReplicatedClient:
             if self._group_fd is not None:
                 os.close(self._group_fd)
                 self._group_fd = None
-        for replica in replicas:
-            self._serve(replica)
+        self._serve(*replicas)
         return ready_of_all([replica.ready for replica in replicas])
 
     def _start_many(self, size: int) -> list[Replica[ProcessClient]]:
-        with ThreadPoolExecutor(max_workers=size) as pool:
-            starts = [pool.submit(self._start_one) for _ in range(size)]
-            try:
-                return sorted((each.result() for each in as_completed(starts)), key=lambda each: each.number)
-            except BaseException:
-                for client in list(self._starting.values()):
-                    client.abandon()  # nobody waits for the others
-                raise
+        starts: list[Future[Replica[ProcessClient]]] = []
+        try:
+            with ThreadPoolExecutor(max_workers=size) as pool:
+                starts += [pool.submit(self._start_one) for _ in range(size)]
+                try:
+                    return sorted((each.result() for each in as_completed(starts)), key=lambda each: each.number)
+                except BaseException:
+                    for client in list(self._starting.values()):
+                        client.abandon()  # nobody waits for the others
+                    raise
+        except BaseException:
+            for each in starts:
+                if each.exception() is None:
+                    del self._starting[each.result().place]
+                    each.result().client.close()
+            raise
 
     def send(self, message: ToCore) -> None:
         self._check_open()
@@ -129,7 +136,7 @@ class ReplicatedClient:
 
     def stalled(self) -> str | None:
         """Where one makes progress, new requests go there."""
-        if not self._fleet.replicas and self._following:
+        if not self._fleet.replicas and self._following and not self._asleep:
             return "it died, and another one is being started"
         reasons = [client.stalled() for client in self._clients]
         return reasons[0] if reasons and all(reason is not None for reason in reasons) else None
@@ -138,6 +145,8 @@ class ReplicatedClient:
         self._abandoned = True
         for client in [*self._starting.values(), *self._clients]:
             client.abandon()
+        if not self._closed:
+            os.eventfd_write(self._wake, 1)  # whoever waits while nobody serves
 
     def close(self) -> None:
         """Not while somebody receives. Who adds or removes a replica meanwhile raises first."""
@@ -177,6 +186,7 @@ class ReplicatedClient:
             self._check_ports(len(self.replicas) + 1)
             replica = self._start_one()
             self._serve(replica)
+            self._wanted = len(self.replicas)
             self._fleet.tell()
             os.eventfd_write(self._wake, 1)  # whoever receives listens to it, too
         return replica.number
@@ -203,6 +213,7 @@ class ReplicatedClient:
             self._check_open()
             if replica in self._fleet.replicas:
                 raise ConfigError(f"replica {number} is the only one that is left")
+            self._wanted = len(self.replicas)
             self._fleet.tell()
             os.eventfd_write(self._wake, 1)
             replica.client.close()
@@ -217,43 +228,6 @@ class ReplicatedClient:
                 if not self._receivers:
                     self._fleet.let_go()
             time.sleep(LOOK_S)
-
-    @property
-    def is_sleeping(self) -> bool:
-        return bool(self._asleep)
-
-    def sleep(self) -> None:
-        """Every core ends, and its memory is free. Requests that run, and those that come, wait for `wake_up`, and go
-        on where they were. Idempotent. Raises `ConfigError` where nobody could go on with them."""
-        if self._in_rounds or not self._config.core_restarts:
-            raise ConfigError("sleep: requests survive no core here (core_restarts is 0, or replicas share experts)")
-        with self._changing:
-            self._check_open()
-            replicas = self._fleet.replicas
-            if not self._asleep:
-                self._asleep, self._fleet.resting = len(replicas) + len(self._following), True
-                self._sleeps += 1
-                self._take_away(replicas)
-                for replica in replicas:
-                    replica.client.close()
-
-    def wake_up(self, config: EngineConfig | None = None) -> None:
-        """As many cores start as fell asleep. As `engine.sleeping.Sleeper`."""
-        with self._changing:
-            self._check_open()
-            if not self._asleep:
-                return
-            before, self._config = self._config, config or self._config
-            try:
-                replicas = self._start_many(self._asleep)
-            except BaseException:
-                self._config = before
-                raise
-            self._asleep, self._fleet.resting = 0, False
-            for replica in replicas:
-                self._serve(replica)
-            self._fleet.tell()
-            os.eventfd_write(self._wake, 1)
 
     def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
         """Serve with as many from now on; of those that are too many the youngest go. Raises as the two above."""
@@ -306,9 +280,10 @@ class ReplicatedClient:
             number, place, client, ready, CoreStats(compiling=ready.compiling, kv_blocks_total=ready.num_blocks)
         )
 
-    def _serve(self, replica: Replica[ProcessClient]) -> None:
-        self._fleet.add(replica)
-        del self._starting[replica.place]
+    def _serve(self, *replicas: Replica[ProcessClient]) -> None:
+        self._fleet.add(*replicas)
+        for replica in replicas:
+            del self._starting[replica.place]
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
@@ -353,31 +328,30 @@ class ReplicatedClient:
                 for client in self._clients:
                     client.abandon()
             raise
-        replica.client.close()
         if wait_s is not None:
             self._follow_in(wait_s)
+        replica.client.close()
         return outputs
 
     def _follow_in(self, wait_s: float) -> None:
         """Another core is started then, in a thread of its own, until one serves or too many have died."""
-        thread = threading.Thread(target=self._follow, args=(wait_s, self._sleeps), name="restart", daemon=True)
+        thread = threading.Thread(target=self._follow, args=(wait_s,), name="restart", daemon=True)
         self._following.add(thread)
         thread.start()
 
-    def _follow(self, wait_s: float | None, sleeps: int) -> None:
+    def _follow(self, wait_s: float | None) -> None:
         while wait_s is not None and not self._leaving.wait(wait_s):
-            wait_s = self._try_to_follow(sleeps)
+            wait_s = self._try_to_follow()
         self._following.discard(threading.current_thread())
         if not self._closed:
             os.eventfd_write(self._wake, 1)  # whoever receives listens to it, or learns that nothing follows
 
-    def _try_to_follow(self, sleeps: int) -> float | None:
-        """Start a core in the place of one that died. Returns when to try again, in seconds; None: there is no need.
-        `sleeps`: before that; what has slept since has woken up with as many as there should be."""
+    def _try_to_follow(self) -> float | None:
+        """Start a core in the place of one that died. Returns when to try again, in seconds; None: there is no need."""
         try:
             with self._changing:
                 self._check_open()
-                if sleeps != self._sleeps:
+                if self._asleep or len(self._fleet.replicas) >= self._wanted:
                     return None
                 self._serve(self._start_one())
                 self._fleet.tell()
@@ -396,5 +370,6 @@ class ReplicatedClient:
     def _check_open(self) -> None:
         if self._died is not None:
             raise CoreDiedError(self._died)
-        if self._closed or not (self._fleet.replicas or self._following or self._asleep):
+        gone = self._closed or (self._abandoned and not self._fleet.replicas)
+        if gone or not (self._fleet.replicas or self._following or self._asleep):
             raise CoreDiedError("the cores are not running: not started, or closed")

@@ -24,7 +24,9 @@ class Convicts:
         self._known: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
     def add(self, request: AddRequest, why: str, now: float) -> None:
-        self._known[_key(request)] = now, why
+        key = _key(request)
+        self._known[key] = now, why
+        self._known.move_to_end(key)
         if len(self._known) > _MOST:
             self._known.popitem(last=False)
 

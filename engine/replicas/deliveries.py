@@ -89,7 +89,7 @@ class Deliveries:
         """What is left of it. Its sequences have their names, whichever of them comes first."""
         message, left = self._requests[request_id].message, self.left(request_id)
         if message.beams is not None:
-            return message
+            return replace(message, accepted=True)
         had = [self._sequences[name] for name in left]
         first, *others = left
         params = message.params
@@ -104,6 +104,7 @@ class Deliveries:
             followers=[each for each in message.followers if each.request_id in others],
             wait_s=message.wait_s if is_new else None,
             deadline_s=None,  # it was admitted
+            accepted=True,
             resumed=[] if is_new else [Resumed(each.tokens.tolist(), each.prompt_logprobs) for each in had],
         )
 

@@ -95,18 +95,24 @@ class Fleet(Generic[C]):
         self.resting = False
         """the last one may go, too: requests wait for the next one"""
 
-    def add(self, replica: Replica[C]) -> None:
+    def add(self, *replicas: Replica[C]) -> None:
         with self._lock:
-            for message in self._of_all.values():
-                replica.client.send(message)
-            self._router.add(replica.number)
-            self.replicas += (replica,)
+            for replica in replicas:
+                for message in self._of_all.values():
+                    if not (isinstance(message, AddRequest) and self._suspects.is_one(message.request_id)):
+                        replica.client.send(message)
+                self._router.add(replica.number)
+                self.replicas += (replica,)
             if self._court is None:
-                self._court = replica
-                self._router.drain(replica.number, True)
+                self._court = replicas[-1]
+                self._router.drain(replicas[-1].number, True)
                 self._try_suspect()
-            else:
-                self._move_waiting()
+            self._move_waiting()
+
+    def forgive(self) -> None:
+        """What killed before need not any more."""
+        with self._lock:
+            self._convicts = Convicts()
 
     def drain(self, replica: Replica[C]) -> None:
         """It gets no more requests, unless it becomes the last one. One that was lost is ignored."""
@@ -179,10 +185,15 @@ class Fleet(Generic[C]):
         replica.draining = draining
         self._router.drain(replica.number, draining)
 
+    @property
+    def _num_waiting(self) -> int:
+        return sum(len(self._deliveries.left(name)) for name in self._waiting)
+
     def _stats(self) -> CoreStats:
         if len(self.replicas) == 1 and not self._has_lost:  # at every step
             return self.replicas[0].stats
-        return stats_of_all([replica.stats for replica in self.replicas], self._gone)
+        stats = stats_of_all([replica.stats for replica in self.replicas], self._gone)
+        return stats if self.replicas else msgspec.structs.replace(stats, waiting=self._num_waiting)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +216,8 @@ class Fleet(Generic[C]):
 
     def _wait(self, message: AddRequest) -> None:
         """For a replica that comes."""
-        waiting = sum(len(self._deliveries.left(name)) for name in self._waiting)
+        self._waiting = [name for name in self._waiting if self._deliveries.left(name)]
+        waiting = self._num_waiting
         if waiting + len(message.request_ids) > self._most_waiting:
             raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._most_waiting})")
         self._deliveries.add(message, None)
@@ -296,6 +308,7 @@ class Fleet(Generic[C]):
             for each in self.replicas:
                 self._drain(each, False)
         self._move(go_on)
+        self._move_waiting()  # for whom there was no room, though there is some now
 
     def _try_suspect(self) -> None:
         """The next one, when the trial before is over; behind the last one the court is a replica like any other."""
@@ -349,7 +362,8 @@ class Fleet(Generic[C]):
             place = self._send_to_best(message, left, only)
         except EngineError as error:
             return error
-        self._pin_elsewhere(message, place)
+        if only is None:
+            self._pin_elsewhere(message, place)
         self._deliveries.move(name, place.replica)
         return None
 

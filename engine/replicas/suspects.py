@@ -36,6 +36,10 @@ class Suspects:
         self._waiting += [name for name in present if self._deaths[name] >= TWICE]
         return [name for name in present if self._deaths[name] < TWICE], []
 
+    def is_one(self, name: str) -> bool:
+        """It is to be tried."""
+        return self._deaths.get(name, 0) >= TWICE
+
     def is_trying(self, left: Callable[[str], list[str]], got_on: Callable[[str], bool]) -> bool:
         """The trial goes on: who has got on, or is over, is acquitted."""
         name = self._on_trial

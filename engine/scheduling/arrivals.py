@@ -56,7 +56,7 @@ class Arrivals:
         need = check_servable(request, max_total, self._config, held.kv, held.pins.num_blocks)
         self._adapted.check(request.lora_request)
         waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
-        if waiting and waiting + new > self._config.max_waiting:
+        if waiting and waiting + new > self._config.max_waiting and not request.accepted:
             raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
         self._expected.check(request)
         start = None if request.grammar is None else self._constrained.start(request.grammar)

@@ -29,6 +29,7 @@ class Moves(msgspec.Struct, frozen=True):
     kv_role: str | None
     """None: it gives none, and takes none"""
     kv_layout: dict[str, str]
+    asleep: bool = False
 
 
 class Server:
@@ -138,6 +139,7 @@ class Watch:
             lives = answer.status_code == 200
             with suppress(msgspec.DecodeError):  # another engine's
                 server.moves = msgspec.json.decode(answer.content, type=Moves) if lives else server.moves
+                lives = lives and not (server.moves is not None and server.moves.asleep)
         except httpx.ConnectError:
             lives = False
         except httpx.HTTPError:

@@ -102,13 +102,14 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
             return state(("shutting_down", "the server is shutting down"))
         return state(progress.trouble() or progress.sleep())
 
-    transfer = engine.config.kv_transfer
-    moves = {"kv_role": None if transfer is None else transfer.kv_role, "kv_layout": engine.ready.kv_layout}
+    role = getattr(engine.config.kv_transfer, "kv_role", None)
+    moves: dict[str, object] = {"kv_role": role, "kv_layout": engine.ready.kv_layout}
 
     @app.get("/health")
     async def health() -> Response:
         trouble = progress.trouble()
-        return JSONResponse(moves) if trouble is None else state(trouble)
+        asleep = {"asleep": True} if engine.is_sleeping else {}
+        return JSONResponse(moves | asleep) if trouble is None else state(trouble)
 
     @app.get("/ping")
     async def ping() -> Response:

@@ -180,7 +180,7 @@ class Server(EndingServer):
 
     @property
     def num_running(self) -> int:
-        return self._engine.num_streams
+        return 0 if self._engine.is_sleeping else self._engine.num_streams  # those wait, and nobody wakes it up now
 
     async def on_tick(self, counter: int) -> bool:
         """Looks after signals, the core, files, who supervises, and the date in the headers; true ends the server."""

@@ -31,17 +31,17 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
         task = asyncio.create_task(change)
         under_way.add(task)
         task.add_done_callback(under_way.discard)
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except ConfigError as error:
+            raise InvalidRequestError(str(error)) from error
 
     @app.post("/sleep")
     async def sleep(level: int = 1, mode: str = "wait") -> Response:
         """Levels are vLLM's, and differ in nothing: all memory is free. `mode`: what becomes of requests that run."""
         if mode not in ("wait", "keep"):
             raise InvalidRequestError("mode: requests wait until it wakes up; abort them before, or not", "mode")
-        try:
-            await to_its_end(engine.sleep())
-        except ConfigError as error:
-            raise InvalidRequestError(str(error)) from error
+        await to_its_end(engine.sleep())
         return Response(status_code=200)
 
     @app.post("/wake_up")
@@ -57,7 +57,7 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
     async def update_weights(body: Weights) -> dict[str, bool | str]:
         try:
             await to_its_end(engine.update_weights(body.model_path))
-        except (ConfigError, WeightsError, UnsupportedModelError) as error:
+        except (InvalidRequestError, WeightsError, UnsupportedModelError, OSError) as error:
             raise InvalidRequestError(str(error), "model_path") from error
         context.fingerprint = fingerprint_of(engine.config)
         return {"success": True, "message": f"the weights of {body.model_path} are served"}

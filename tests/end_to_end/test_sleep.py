@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tiny_families import save_tiny
 
-from engine import LLM, AsyncEngine, SamplingParams
+from engine import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from engine.config import make_args
 from engine.errors import ConfigError, EngineError, WeightsError
 from entrypoints.server.app import create_app
@@ -63,6 +63,9 @@ def llm(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterator[L
 
 def test_it_wakes_up_as_if_nothing_had_been(llm: LLM, expected: list[list[list[int]]]) -> None:
     assert tokens(llm) == expected[0] and not llm.is_sleeping
+    form = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[ab]{4}"))
+    assert len(llm.generate("x", form, use_tqdm=False)[0].outputs[0].text) == 4
+    llm.pin_prefix("head", {"prompt_token_ids": PROMPTS[3]})
     for _ in range(2):
         llm.sleep(level=2)
     assert llm.is_sleeping and not cores()
@@ -72,6 +75,8 @@ def test_it_wakes_up_as_if_nothing_had_been(llm: LLM, expected: list[list[list[i
         llm.wake_up(tags=["weights"])
     assert not llm.is_sleeping
     assert tokens(llm) == expected[0]
+    assert len(llm.generate("x", form, use_tqdm=False)[0].outputs[0].text) == 4, "the vocabulary is known again"
+    assert llm.stats().kv_blocks_pinned > 0, "and what was pinned"
 
 
 def test_other_weights_take_the_place_of_those_before(
@@ -140,6 +145,11 @@ def test_streams_go_on_behind_a_sleep(
             assert len(given[0]) == len(expected[0][0]), "it goes on with the new weights"
             await ask(1)
             assert given[1] == expected[1][1]
+
+            await asyncio.gather(*(engine.update_weights(str(path)) for path in (models[0], models[1], models[0])))
+            served = expected[[str(path) for path in models].index(engine.config.model.path)]
+            await ask(2)
+            assert given[2] == served[2] and len(cores()) == replicas
 
     asyncio.run(run())
 

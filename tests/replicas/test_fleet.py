@@ -98,6 +98,7 @@ def test_what_is_taken_over_goes_on_behind_what_was_delivered() -> None:
             params=RowParams(seed=1),
             followers=[Follower(request_id="a-2", seed=2)],
             wait_s=None,
+            accepted=True,
             resumed=[Resumed([8, 10, 11]), Resumed([9])],
         )
     ]
@@ -121,7 +122,7 @@ def test_a_search_begins_again() -> None:
     message = msgspec.structs.replace(added("a", [1, 2, 3], 40, n=2), beams=BeamParams(width=3))
     deliveries = Deliveries()
     deliveries.add(message, 0)
-    assert deliveries.resumed("a") is message
+    assert deliveries.resumed("a") == msgspec.structs.replace(message, accepted=True)
 
 
 def test_requests_wait_for_the_core_that_follows() -> None:
@@ -228,7 +229,8 @@ def test_a_pin_is_made_again_when_the_replica_that_was_to_tell_of_it_is_lost(oth
         assert not life.got["p"]  # another one was to tell
     life.see(life.fleet.lost(replica, CoreDiedError("killed")))
     for each in others:
-        assert each.client.messages[-3:] == [AbortRequests(request_ids=["p"]), UnpinPrefix(name="system"), pinned]
+        again = msgspec.structs.replace(pinned, accepted=True)
+        assert each.client.messages[-3:] == [AbortRequests(request_ids=["p"]), UnpinPrefix(name="system"), again]
     life.finish()
     assert life.got["p"] == tokens_of("p", 1)
     life.check_nothing_is_left()

@@ -148,6 +148,7 @@ class Guest:
             assert wish.is_invalid or wish.adapter == BROKEN or too_wide, f"a good request was refused: {error}"
             self.end = "invalid"
         except QueueFullError as error:
+            assert not any(self.parts.values()), f"who had been given something was refused: {error}"
             world.check_refusal(self, error)
             self.end = "refused"
         except DeadlineError:
@@ -179,8 +180,10 @@ class Guest:
         wish = self.wish
         ours = {KILLER, POISON, FAULTY} & {*wish.prompt} or wish.adapter == BROKEN
         # Whom kills from outside hit again and again looks like one who kills.
-        unlucky = "no other suspect" in str(error) and self._world.kills_from_outside and len(self._world.deaths) >= 3
-        assert ours or unlucky, f"a good request failed: {error}"
+        if "no other suspect" in str(error):
+            ours = {KILLER} & {*wish.prompt}
+        unlucky = self._world.kills_from_outside and len(self._world.deaths) >= 3
+        assert ours or (unlucky and "no other suspect" in str(error)), f"a good request failed: {error}"
 
     async def _ask(self) -> None:
         wish, world = self.wish, self._world

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, cast
 
 import zmq
-from simulated_core import SimulatedCore
+from simulated_core import ORDERLY, SimulatedCore
 
 from engine.config import EngineConfig
 from engine.core.client import ProcessClient
@@ -91,7 +91,7 @@ class _Handle:
 
     def wait_end(self, seconds: float) -> bool:
         if seconds and self._core.alive:  # it was told to stop, or is to be killed: nobody looks at what it does then
-            self._core.die("exited with status 0")
+            self._core.die(ORDERLY)
         return not self._core.alive
 
     def kill(self) -> None:
@@ -198,11 +198,11 @@ class SimulatedReplicatedClient(ReplicatedClient):
             return outputs
 
     def _follow_in(self, wait_s: float) -> None:
-        attempt, sleeps = cast(threading.Thread, _NoThread()), self._sleeps
+        attempt = cast(threading.Thread, _NoThread())
         self._following.add(attempt)
 
         def follow() -> None:
-            again = None if self._leaving.is_set() else self._try_to_follow(sleeps)
+            again = None if self._leaving.is_set() else self._try_to_follow()
             if again is not None:
                 self._world.loop.call_later(again + self._world.start_s(), follow)
             else:

@@ -34,6 +34,7 @@ KILLER = 300
 """A token of a prompt: what is computed behind it ends the process."""
 FAULTY = 301
 """And another one: what is computed behind it are no numbers."""
+ORDERLY = "exited with status 0"
 HEARTBEAT_S = 1.0
 LOADING_S = 0.004
 """a turn of what compiles grammars and loads adapters"""
@@ -336,7 +337,7 @@ class SimulatedCore:
             self.die(f"{type(error).__name__}: {error}")
             return
         if self.core.stopped:
-            self.die("exited with status 0")
+            self.die(ORDERLY)
             return
         if outputs is not None:
             self.tell(outputs)

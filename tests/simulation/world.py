@@ -17,7 +17,7 @@ from unittest import mock
 from guests import Guest, Wish, draw_wishes
 from msgspec.structs import replace
 from simulated_client import SimulatedProcessClient, SimulatedReplicatedClient
-from simulated_core import FAULTY, KILLER, Shape, SimulatedCore
+from simulated_core import FAULTY, KILLER, ORDERLY, Shape, SimulatedCore
 from tiny_front import config_of
 from virtual_time import VirtualLoop
 
@@ -145,7 +145,8 @@ class World:
         return core
 
     def core_died(self, core: SimulatedCore) -> None:
-        self.deaths.append(core.cause)
+        if core.cause != ORDERLY:
+            self.deaths.append(core.cause)
         self.log("core", self.cores.index(core), core.cause)
         self._clients[core].from_core.cut(self.rng.randint(0, 3))
         self.changed()
@@ -308,6 +309,7 @@ class World:
             assert replica.client.idle and replica.client.stalled() is None, "an idle core does not count as idle"
             core: SimulatedCore = replica.client.simulated  # type: ignore[attr-defined]
             core.assert_empty()
+        assert not self.client._starting and (self.may_end or not self.client._following), "somebody still starts"
         assert self.may_end or len(fleet.replicas) == self.config.parallel.data, "who died was not followed"
 
 

@@ -1,0 +1,89 @@
+"""Cores that end on purpose, all of them, and start again: requests wait meanwhile (`engine.sleeping`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from engine.config import EngineConfig
+from engine.core.client import ProcessClient
+from engine.errors import ConfigError
+from engine.replicas.fleet import Fleet, Replica
+
+
+class Sleeping:
+    """Part of a `ReplicatedClient`."""
+
+    _config: EngineConfig
+    _fleet: Fleet[ProcessClient]
+    _changing: threading.RLock
+    _following: set[threading.Thread]
+    _in_rounds: bool
+    _wake: int
+    _asleep = False
+    _wanted = 0
+    """cores that serve, or are to: whoever follows one that died looks whether any is missing"""
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._asleep
+
+    def sleep(self) -> None:
+        """Every core ends, and its memory is free. Requests that run, and those that come, wait for `wake_up`, and go
+        on where they were. Idempotent. Raises `ConfigError` where nobody could go on with them."""
+        if self._in_rounds or not self._config.core_restarts:
+            raise ConfigError("sleep: requests survive no core here (core_restarts is 0, or replicas share experts)")
+        with self._changing:
+            self._check_open()
+            if self._asleep:
+                return
+            self._asleep = self._fleet.resting = True
+            replicas = self._fleet.replicas
+            self._take_away(replicas)
+            self._following.clear()  # they find that nobody is missing, or that all sleep
+            for replica in replicas:
+                replica.client.close()
+            self._fleet.tell()
+            os.eventfd_write(self._wake, 1)
+
+    def wake_up(self, config: EngineConfig | None = None) -> None:
+        """As many cores start as there were. As `engine.sleeping.Sleeper`."""
+        with self._changing:
+            self._check_open()
+            if not self._asleep:
+                return
+            before, self._config = self._config, config or self._config
+            try:
+                replicas = self._start_many(self._wanted)
+            except BaseException:
+                self._config = before
+                raise
+            self._asleep = self._fleet.resting = False
+            if config is not None:
+                self._fleet.forgive()
+            self._serve(*replicas)
+            self._fleet.tell()
+            os.eventfd_write(self._wake, 1)
+
+    def change(self, config: EngineConfig) -> None:
+        """As `engine.sleeping.Sleeper`."""
+        with self._changing:
+            self.sleep()
+            try:
+                self.wake_up(config)
+            except BaseException:
+                self.wake_up()
+                raise
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _take_away(self, replicas: Sequence[Replica[ProcessClient]]) -> None:
+        raise NotImplementedError
+
+    def _start_many(self, size: int) -> list[Replica[ProcessClient]]:
+        raise NotImplementedError
+
+    def _serve(self, *replicas: Replica[ProcessClient]) -> None:
+        raise NotImplementedError
