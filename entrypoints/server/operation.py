@@ -89,8 +89,7 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
     def state(trouble: tuple[str, str] | None) -> Response:
         if trouble is None:
             return Response(status_code=200)
-        code, message = trouble
-        return JSONResponse(error_body(message, "server_error", None, code), 503)
+        return JSONResponse(error_body(trouble[1], "server_error", None, trouble[0]), 503)
 
     @app.get("/live")
     async def live() -> Response:
