@@ -4,7 +4,8 @@ with other weights of the same model."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,14 @@ def expected(models: tuple[Path, Path]) -> list[list[list[int]]]:
 
 
 @pytest.fixture(params=[True, False], ids=["in process", "in a process of its own"])
-def llm(request: pytest.FixtureRequest, models: tuple[Path, Path]) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, models: tuple[Path, Path], cores: Callable[[], set[int]]) -> Iterator[LLM]:
     with LLM(models[0], in_process=request.param, **SMALL) as llm:
         yield llm
 
 
-def test_it_wakes_up_as_if_nothing_had_been(llm: LLM, expected: list[list[list[int]]]) -> None:
+def test_it_wakes_up_as_if_nothing_had_been(
+    llm: LLM, expected: list[list[list[int]]], cores: Callable[[], set[int]]
+) -> None:
     assert tokens(llm) == expected[0] and not llm.is_sleeping
     form = SamplingParams(max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[ab]{4}"))
     assert len(llm.generate("x", form, use_tqdm=False)[0].outputs[0].text) == 4
@@ -101,15 +104,26 @@ def test_other_weights_take_the_place_of_those_before(
     assert tokens(llm) == expected[0], "what was served before is served again"
 
 
-def cores() -> list[int]:
+def all_cores() -> set[int]:
     """Processes of this one's cores."""
-    children = psutil.Process().children(recursive=True)
-    return [each.pid for each in children if any("engine.core.process" in part for part in each.cmdline())]
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if any("engine.core.process" in part for part in child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+@pytest.fixture
+def cores() -> Callable[[], set[int]]:
+    """Of the engines that the test makes: those of other tests may be there, too."""
+    others = all_cores()
+    return lambda: all_cores() - others
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_streams_go_on_behind_a_sleep(
-    models: tuple[Path, Path], expected: list[list[list[int]]], replicas: int
+    models: tuple[Path, Path], expected: list[list[list[int]]], replicas: int, cores: Callable[[], set[int]]
 ) -> None:
     async def run() -> None:
         settings = {"data_parallel_size": replicas, **SMALL}
