@@ -121,7 +121,7 @@ def serve(options: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "entrypoints.serve", options.model, "--port", str(port)]
-    command += ["--served-model-name", "served", "--core-restarts", str(options.kills * options.rounds + 1)]
+    command += ["--served-model-name", "served", "--core-restarts", str(min(options.kills * options.rounds + 1, 100))]
     server = subprocess.Popen([*command, *shlex.split(options.serve)])
     base, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     while time.monotonic() < until and server.poll() is None:

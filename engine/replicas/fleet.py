@@ -148,6 +148,8 @@ class Fleet(Generic[C]):
             news = self._deliveries.take_in(replica.number, outputs.deltas)
             self._follow(news)
             self._try_suspect()
+            if self._waiting and self._court is None:
+                self._move_waiting()
             return msgspec.structs.replace(outputs, deltas=news.deltas, stats=self._stats(), kv_events=None)
 
     def lost(self, replica: Replica[C], error: CoreDiedError, another_comes: bool = False) -> StepOutputs:
@@ -333,7 +335,8 @@ class Fleet(Generic[C]):
         for name in names:
             left = self._deliveries.left(name)
             error = self._moved(name, only) if left else None
-            if isinstance(error, CoreDiedError) and self._most_waiting:  # one that died in this moment
+            # One that died in this moment, or so much is under way that it has no room now.
+            if isinstance(error, (CoreDiedError, QueueFullError)) and self._most_waiting:
                 self._deliveries.move(name, None)
                 if only is None:
                     self._waiting.append(name)

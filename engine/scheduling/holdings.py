@@ -173,6 +173,7 @@ class Holdings:
         """It computes its prompt itself, or what of it is not in the prefix cache by then."""
         self.following -= 1
         follower.leader = None
+        follower.deadline = None  # others of its request have begun: what they have brought is not taken back
         follower.status = Status.WAITING
         self.waiting.push(follower)
 
