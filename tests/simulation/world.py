@@ -79,7 +79,8 @@ class World:
         self._prompts: dict[tuple[int, ...], int] = {}
         for wish in self.wishes:
             self.mark(wish)
-        needed = self._kills + 5 * kills + self._unlucky_starts + 2
+        kept_on = 4 + 3 * self.config.parallel.data  # who gets on a little before each death is no suspect by it
+        needed = self._kills + kept_on * kills + self._unlucky_starts + 2
         self.may_end = rng.random() < 0.1
         self.config = replace(self.config, core_restarts=1 if self.may_end else needed)
         self.is_fair = policy == "fair"
