@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from msgspec.structs import fields, replace
 
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient
+from engine.core.sleeper import Sleeper
 from engine.errors import ConfigError
 from engine.models.description import ModelDescription
 from engine.plan import resolve_with_plan
@@ -29,27 +29,6 @@ _OF_THE_MODEL = (
 """what of a description whoever holds one relies on"""
 _OF_A_FILE = {"_name_or_path", "transformers_version"}
 """what config.json says of itself"""
-
-
-@runtime_checkable
-class Sleeper(Protocol):
-    """A client whose core may end without being missed."""
-
-    @property
-    def is_sleeping(self) -> bool: ...
-
-    def sleep(self) -> None:
-        """The core ends, and its memory is free. Idempotent. Raises `ConfigError` where requests would be lost."""
-        ...
-
-    def wake_up(self, config: EngineConfig | None = None) -> None:
-        """It starts again, from now on as `config` says. Raises what starting raises, and sleeps on. Idempotent."""
-        ...
-
-    def change(self, config: EngineConfig) -> None:
-        """It wakes up as `config` says, whether it slept or not, and nobody else puts it to sleep or wakes it up
-        meanwhile. Where that does not start, what was before starts again, and the error is raised."""
-        ...
 
 
 def sleeper(client: CoreClient, *, apart: bool = False) -> Sleeper:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from engine.config import EngineConfig
 from engine.core.loop import STATS_CHANGED, CoreLoop
 from engine.core.process import failure
+from engine.core.sleeper import Sleeper
 from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
 from engine.core.wire import AddRequest, CoreReady, StepOutputs, ToCore, UnpinPrefix, Vocabulary
 from engine.errors import ConfigError, CoreDiedError, EngineError
@@ -16,7 +17,7 @@ from engine.executor.interface import Executor
 from engine.observability.step_profile import StepObserver
 
 
-class InProcessClient:
+class InProcessClient(Sleeper):
     """A core in this process and thread, for debugging and offline use: it turns only while someone receives."""
 
     def __init__(
@@ -108,7 +109,7 @@ class InProcessClient:
         return self._asleep
 
     def sleep(self) -> None:
-        """As `engine.sleeping.Sleeper`; not while requests run, which live in the core alone."""
+        """As `Sleeper.sleep`; not while requests run, which live in the core alone."""
         if not self._asleep:
             if self._alive().is_busy:
                 raise ConfigError("sleep: requests run, and this core is in their callers' process")
@@ -129,15 +130,6 @@ class InProcessClient:
             self._asleep = False
             for message in self._of_all.values():
                 self._alive().inbox.put(message)
-
-    def change(self, config: EngineConfig) -> None:
-        """As `engine.sleeping.Sleeper`."""
-        self.sleep()
-        try:
-            self.wake_up(config)
-        except BaseException:
-            self.wake_up()
-            raise
 
     def abandon(self) -> None:
         """Nothing: this process is the core."""

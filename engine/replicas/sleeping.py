@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.core.client import ProcessClient
+from engine.core.sleeper import Sleeper
 from engine.errors import ConfigError
 from engine.replicas.fleet import Fleet, Replica
 
 
-class Sleeping:
+class Sleeping(Sleeper):
     """Part of a `ReplicatedClient`."""
 
     _config: EngineConfig
@@ -48,7 +50,7 @@ class Sleeping:
             os.eventfd_write(self._wake, 1)
 
     def wake_up(self, config: EngineConfig | None = None) -> None:
-        """As many cores start as there were. As `engine.sleeping.Sleeper`."""
+        """As many cores start as there were. As `Sleeper.wake_up`."""
         with self._changing:
             self._check_open()
             if not self._asleep:
@@ -67,23 +69,18 @@ class Sleeping:
             os.eventfd_write(self._wake, 1)
 
     def change(self, config: EngineConfig) -> None:
-        """As `engine.sleeping.Sleeper`."""
+        """And nobody else puts it to sleep or wakes it up meanwhile."""
         with self._changing:
-            self.sleep()
-            try:
-                self.wake_up(config)
-            except BaseException:
-                self.wake_up()
-                raise
+            super().change(config)
 
-    def _check_open(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_open(self) -> None: ...
 
-    def _take_away(self, replicas: Sequence[Replica[ProcessClient]]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _take_away(self, replicas: Sequence[Replica[ProcessClient]]) -> None: ...
 
-    def _start_many(self, size: int) -> list[Replica[ProcessClient]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _start_many(self, size: int) -> list[Replica[ProcessClient]]: ...
 
-    def _serve(self, *replicas: Replica[ProcessClient]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _serve(self, *replicas: Replica[ProcessClient]) -> None: ...
