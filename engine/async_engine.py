@@ -15,9 +15,10 @@ from typing import Any, Self
 from msgspec.structs import replace
 
 from engine.adapters.request import LoRARequest
+from engine.administration import Administered
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
-from engine.core.wire import CoreReady, CoreStats, ResetPrefixCache
+from engine.core.wire import CoreReady, CoreStats
 from engine.errors import EngineError, InvalidRequestError, ShutDownError
 from engine.frontend.adapters import check_adapter
 from engine.frontend.admission import PROMPT_ONLY, Prompt, parse_prompt
@@ -32,12 +33,11 @@ from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.replicas.choice import local_client, process_client
 from engine.request import NOBODY, RequestOutput, RequestOutputKind, SamplingParams, Tenant
 from engine.serving import Serving, start_serving
-from engine.sleeping import is_sleeping, sleeper, with_weights
 
 _COMPILED_POLL_S = 0.05
 
 
-class AsyncEngine:
+class AsyncEngine(Administered):
     """Starts at `start` or at the first request; belongs to the event loop that started it. `shutdown` closes it."""
 
     def __init__(
@@ -289,34 +289,6 @@ class AsyncEngine:
         engine = await self._started()
         check_adapter(adapter, engine.config.lora is not None, engine.config.limits)
         await asyncio.to_thread(check_files, adapter, engine.model.spec, engine.config.lora)
-
-    async def sleep(self) -> None:
-        """As `LLM.sleep`; requests that run wait, with those that come, until `wake_up`, and go on where they were."""
-        await asyncio.to_thread(sleeper(self._require().client, apart=True).sleep)
-
-    async def wake_up(self) -> None:
-        """Raises what starting raises, and sleeps on."""
-        await asyncio.to_thread(sleeper(self._require().client, apart=True).wake_up)
-
-    @property
-    def is_sleeping(self) -> bool:
-        return is_sleeping(self._require().client)
-
-    async def update_weights(self, path: str) -> None:
-        """As `LLM.update_weights`. Requests that run go on behind what they have been given, with the new weights."""
-        engine = self._require()
-        config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
-        await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
-        engine.config = config
-
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes that no sequence uses."""
-        self.check_health()
-        self._require().client.send(ResetPrefixCache())
-
-    async def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
-        """As `ReplicatedClient.scale`. Raises `ConfigError`, too, for an engine that was made with one core."""
-        await asyncio.to_thread(self._require().replicated.scale, replicas, drain_timeout_s)
 
     def stats(self) -> CoreStats:
         """The core's gauges and counters as of its latest step."""

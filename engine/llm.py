@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -144,6 +145,16 @@ class LLM(PooledCalls, NotHere):
         config = with_weights(self._args, self.model, session.config, str(path))
         sleeper(session.client).change(config)
         self.config = session.config = config
+
+    def start_profile(self, directory: str | PathLike[str] = "profiles", steps: int | None = None) -> None:
+        """Record the next steps of the model: torch's trace of them, and a table of where their time goes. At most
+        `steps`; None: as many as the limit `profile_steps`. Raises `ConfigError` and `InvalidRequestError`."""
+        self._alive().profiles.start(directory, steps)
+
+    def stop_profile(self) -> list[Path]:
+        """The profile's files; what has been recorded has been written then. Raises `ConfigError` where nothing was,
+        `EngineError` where it could not be written."""
+        return self._alive().profiles.stop()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes before the next request runs."""

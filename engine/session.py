@@ -28,6 +28,7 @@ from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
 from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams, ResolvedPooling, resolve_pooling, truncated
+from engine.profiles import Profiles
 from engine.replicas.client import ReplicatedClient
 from engine.request import CompletionOutput, RequestOutput, SamplingParams
 
@@ -101,6 +102,7 @@ class Session:
         if isinstance(client, ReplicatedClient) and config.parallel.data > 1:
             self.metrics.stats_of_each = client.stats_of_each
         self.pinned = PinnedPrefixes(config.limits)
+        self.profiles = Profiles(self)
         self.grammars = GrammarChecks(config.limits, self._vocabulary, tokenizer.backend)
         self._core_knows_vocabulary = False
         self.death: CoreDiedError | None = None

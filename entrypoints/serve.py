@@ -59,6 +59,13 @@ def build_parser() -> argparse.ArgumentParser:
         "memory is free while nobody asks, and other weights of the model are loaded while requests wait "
         "(docs/sleep.md)",
     )
+    parser.add_argument(
+        "--profile-dir",
+        type=Path,
+        metavar="DIR",
+        help="serve POST /start_profile, /stop_profile and /log_level, with --keys to keys of the scope admin: torch's "
+        "traces of some steps, and tables of where their time goes, are written there (docs/performance.md)",
+    )
     add_speech_options(parser)
     add_lora_modules(parser)
     parser.add_argument(

@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from engine.adapters.request import LoRARequest
+from engine.core.profiles import CoreProfiles
 from engine.core.rounds import Rounds
 from engine.core.step_scheduler import KVReports, StepScheduler
 from engine.core.step_times import StepTimes
@@ -28,9 +29,12 @@ from engine.core.wire import (
     Phase,
     ResetPrefixCache,
     SequenceDelta,
+    SetLogLevel,
     Shutdown,
+    StartProfile,
     StepOutputs,
     StepTaken,
+    StopProfile,
     ToCore,
     UnpinPrefix,
     Vocabulary,
@@ -142,6 +146,7 @@ class CoreLoop:
         self._set_vocabulary = set_vocabulary
         self._kv_reports, self._ends = kv_reports, ends
         self._rounds = rounds
+        self._profiles = CoreProfiles(executor, self._part_times.seconds_so_far)
 
     @property
     def has_work(self) -> bool:
@@ -298,6 +303,11 @@ class CoreLoop:
             case Wake():
                 if self._rounds is not None:
                     self._rounds.wake(message.number)
+            case StartProfile() | StopProfile():
+                self._profiles.take(message)
+                self._has_news = True
+            case SetLogLevel():
+                logging.getLogger().setLevel(message.level)
             case Shutdown():
                 self.stopped = True
             case SequenceDelta():
@@ -352,6 +362,8 @@ class CoreLoop:
             compiles_after_ready=compiles,
             compiling=state == "running",
             compile_failed=state == "failed",
+            profiling=self._profiles.running,
+            profile_orders=self._profiles.taken,
             core_parts_s=self._part_times.seconds(),
             step_parts_s=self._executor.part_seconds(),
             expert_tokens=0 if self._rounds is None else self._rounds.expert_tokens,

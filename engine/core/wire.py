@@ -111,6 +111,23 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag="reset_pre
     """Forget every cached block that no sequence uses."""
 
 
+class StartProfile(msgspec.Struct, frozen=True, kw_only=True, tag="start_profile"):
+    """Record the next steps, unless some are being recorded."""
+
+    path: str
+    """what the names of the files begin with"""
+    steps: int
+
+
+class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile"):
+    """Write what has been recorded."""
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, kw_only=True, tag="log_level"):
+    level: int
+    """as in `logging`"""
+
+
 class UnpinPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
     """A pinned prefix becomes an ordinary cached one. An unknown name is ignored."""
 
@@ -124,7 +141,18 @@ class Wake(msgspec.Struct, frozen=True, kw_only=True, tag="wake"):
     """one more than the last one's"""
 
 
-ToCore = AddRequest | Vocabulary | AbortRequests | Shutdown | ResetPrefixCache | UnpinPrefix | Wake
+ToCore = (
+    AddRequest
+    | Vocabulary
+    | AbortRequests
+    | Shutdown
+    | ResetPrefixCache
+    | UnpinPrefix
+    | Wake
+    | StartProfile
+    | StopProfile
+    | SetLogLevel
+)
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="delta", gc=False):
@@ -237,6 +265,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """steps are computed eagerly until pieces that compile behind them take over"""
     compile_failed: bool = False
     """they did not compile: steps stay eager"""
+    profiling: bool = False
+    """steps are being recorded"""
+    profile_orders: int = 0
+    """taken: to begin, to end"""
     core_parts_s: dict[str, float] = {}
     """seconds of the core's thread by part (`step_profile.CORE_PARTS`), since the start"""
     step_parts_s: dict[str, float] = {}

@@ -15,23 +15,23 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from compilation.behind import CompileJob, Swap
 from engine.adapters.request import LoRARequest
 from engine.adapters.store import AdapterStore
-from engine.adapters.tables import AdapterTables
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.executor.affinity import Binding, Places
 from engine.executor.behind import CompilationBehind
 from engine.executor.interface import CompileState
+from engine.executor.profiled import StepsProfile
 from engine.executor.result_waiter import ResultWaiter
+from engine.executor.runner import Pending, Runner
 from engine.executor.team import Team
 from engine.kv_transfer.memory import KVMemory
-from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport
 from engine.runner.model_runner import ModelRunner
 from engine.step import StepMasks, StepPlan, StepResult
@@ -39,51 +39,6 @@ from engine.step import StepMasks, StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Pending(Protocol):
-    @property
-    def at_hand(self) -> bool:
-        """`wait` returns at once."""
-        ...
-
-    def wait(self) -> StepResult: ...
-
-
-class Runner(Protocol):
-    """What a worker thread runs; `ModelRunner` is one."""
-
-    @property
-    def report(self) -> LoadReport: ...
-
-    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None: ...
-
-    def warm_up(self) -> WarmUpReport: ...
-
-    def compile_job(self) -> CompileJob | None:
-        """What is left to compile after `warm_up`, to be run in another thread; None: nothing is."""
-        ...
-
-    def execute(self, plan: StepPlan, masks: Callable[[], StepMasks] = ...) -> Pending:
-        """`masks` waits for what a plan with masked rows is to be told; it is called when the forward pass has been
-        started."""
-        ...
-
-    @property
-    def part_times(self) -> PartTimes:
-        """What its thread spends on each part of its steps."""
-        ...
-
-    def kv_memory(self) -> KVMemory: ...
-
-    @property
-    def adapters(self) -> AdapterTables | None: ...
-
-    def idle_work(self) -> bool:
-        """A bounded piece of work between steps, after `warm_up`; False when nothing is left."""
-        ...
-
-    def compiles_after_ready(self) -> int: ...
 
 
 STEPS_BETWEEN_IDLE_WORK = 16
@@ -136,6 +91,7 @@ class InProcessExecutor:
         self._compilation: CompilationBehind | None = None
         self._compile_state: CompileState = "done"
         self._compile_watcher = _nothing
+        self._profile: StepsProfile | None = None
         self._closing = threading.Event()
         self._start()
 
@@ -211,6 +167,28 @@ class InProcessExecutor:
 
     def part_seconds(self) -> dict[str, float]:
         return self._loaded().part_times.seconds()
+
+    @property
+    def is_profiling(self) -> bool:
+        return self._profile is not None
+
+    def start_profile(self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]]) -> None:
+        """See `Profiles`."""
+        parts, on_gpu = self._loaded().part_times, self._config.device.kind == "cuda"
+
+        def start() -> None:
+            threads = {"runner": parts.seconds_so_far, "core": core_seconds}
+            self._profile = StepsProfile(path, steps, threads, on_gpu)
+
+        self._call(start)
+
+    def end_profile(self) -> None:
+        def end() -> None:
+            if self._profile is not None:
+                self._profile.end()
+                self._profile = None
+
+        self._call(end)
 
     def team(self) -> Team | None:
         return None
@@ -334,7 +312,10 @@ class InProcessExecutor:
             return _Failure(skipped)
         try:
             with self._places or nullcontext():
-                return self._loaded().execute(plan, lambda: self._masks_of(plan))
+                pending = self._loaded().execute(plan, lambda: self._masks_of(plan))
+            if self._profile is not None and self._profile.step_over():
+                self._profile = None
+            return pending
         except BaseException as error:
             self._failed = f"step {plan.step_id}", error
             return _Failure(error)

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.executor.in_process import InProcessExecutor, Runner, _unwrap
+from engine.executor.in_process import InProcessExecutor, _unwrap
+from engine.executor.runner import Runner
 from engine.executor.team import Team, team_of
 from engine.runner.model_runner import ModelRunner
 from engine.step import StepMasks, StepPlan, StepResult

@@ -87,6 +87,22 @@ class HoldsPages(Protocol):
 
 
 @runtime_checkable
+class Profiles(Protocol):
+    """An executor that records its steps where it is asked to."""
+
+    is_profiling: bool
+
+    def start_profile(self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]]) -> None:
+        """From the next step on (`StepsProfile`); not while it does so. `core_seconds`: see `part_seconds`, of the
+        core's thread."""
+        ...
+
+    def end_profile(self) -> None:
+        """What was recorded has been written then. Idempotent."""
+        ...
+
+
+@runtime_checkable
 class HoldsAdapters(Protocol):
     def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:
         """Who loads adapters into the slots of a model that has them, once. `notify`, from any thread, is told what

@@ -33,7 +33,7 @@ from engine.executor.frames import (
     encode_message,
 )
 from engine.executor.group_adapters import GroupAdapters
-from engine.executor.interface import CompileState, Executor, HoldsAdapters, HoldsPages
+from engine.executor.interface import CompileState, Executor, HoldsAdapters, HoldsPages, Profiles
 from engine.executor.joining import named
 from engine.executor.rank import MakeExecutor
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
@@ -191,6 +191,19 @@ class MultiprocExecutor:
             for tier, own in enumerate((mine.device, mine.host))
         )
         return KVMemory(device, host, mine.layout)
+
+    @property
+    def is_profiling(self) -> bool:
+        """See `Profiles`: rank 0's steps are recorded."""
+        return isinstance(self._local, Profiles) and self._local.is_profiling
+
+    def start_profile(self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]]) -> None:
+        assert isinstance(self._local, Profiles)
+        self._local.start_profile(path, steps, core_seconds)
+
+    def end_profile(self) -> None:
+        assert isinstance(self._local, Profiles)
+        self._local.end_profile()
 
     def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:
         """See `HoldsAdapters`."""

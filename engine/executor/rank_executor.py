@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.executor.in_process import InProcessExecutor, Runner
+from engine.executor.in_process import InProcessExecutor
 from engine.executor.inline import InlineExecutor, computes_inline, local_executor
+from engine.executor.runner import Runner
 from engine.parallel.group import Group
 from engine.runner.loading import load_parts
 from engine.runner.model_runner import ModelRunner

@@ -51,6 +51,8 @@ CORE_PARTS = (PLAN, SUBMIT, COLLECT, COMPLETE, PUBLISH, WAIT, IDLE)
 PIECE = "piece "
 """a compiled piece is marked as this and a number that means nothing"""
 
+Seconds = Callable[[], Mapping[str, float]]
+"""of each part of a thread's time, so far"""
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Call = Callable[..., Any]
 
@@ -106,6 +108,13 @@ class PartTimes:
         """Of the parts that have ended; any thread may ask."""
         return self._seconds.copy()
 
+    def seconds_so_far(self) -> dict[str, float]:
+        """With the part that goes on; nearly so where another thread asks."""
+        seconds, part, since = self.seconds(), self._part, self._since
+        if part is not None:
+            seconds[part] = seconds.get(part, 0.0) + self._now() - since
+        return seconds
+
     def step(self, plan: StepPlan) -> bool:
         self.mark(INPUTS)
         return False
@@ -124,6 +133,17 @@ class PartTimes:
 
     def wrap_fused(self, steps: FusedSteps) -> Boxed:
         return steps.function
+
+
+def part_table(threads: Mapping[str, Mapping[str, float]], steps: int, wall_s: float) -> str:
+    """Text: seconds of each part of each thread's time, and what that is for one of `steps`."""
+    lines = [f"{steps} steps in {wall_s:.3f} s"]
+    for thread, parts in threads.items():
+        lines.append(f"\n{thread:<20}{'seconds':>10}{'ms a step':>12}{'of the time':>13}")
+        for part, seconds in sorted(parts.items(), key=lambda each: -each[1]):
+            share = seconds / wall_s if wall_s > 0 else 0.0
+            lines.append(f"  {part:<18}{seconds:>10.4f}{1e3 * seconds / max(steps, 1):>12.4f}{share:>12.1%}")
+    return "\n".join(lines)
 
 
 class DeviceClock(Protocol):

@@ -22,6 +22,7 @@ _GAUGES = frozenset(
         "host_blocks_cached",
         "compiling",
         "compile_failed",
+        "profiling",
         "replicas",
     }
 )

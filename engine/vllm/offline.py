@@ -64,12 +64,6 @@ class NotHere:
     def set_tokenizer(self, *_: object, **__: object) -> NoReturn:
         _no("set_tokenizer", "use LLM(tokenizer=...), a directory")
 
-    def start_profile(self, *_: object, **__: object) -> NoReturn:
-        _no("start_profile", "use engine-bench profile")
-
-    def stop_profile(self, *_: object, **__: object) -> NoReturn:
-        _no("stop_profile", "use engine-bench profile")
-
 
 def _no(name: str, instead: str) -> NoReturn:
     raise InvalidRequestError(f"{name} is refused: {instead} (vLLM's method)", name)

@@ -20,6 +20,7 @@ from entrypoints.server import (
     embeddings,
     errors,
     infill,
+    looking_in,
     messages_api,
     operation,
     prefixes,
@@ -105,7 +106,7 @@ def create_app(
     load = Load()
     add_socket(app, Sockets(context, (store, passing), bodies, load))
     operation.add_routes(app, context, load)
-    for part in (prefixes, scaling, sleeping):
+    for part in (prefixes, scaling, sleeping, looking_in):
         part.add_routes(app, context)
     open_files = page.add_routes(app, context)
     add_document(app, keyed=keyring is not None)

@@ -76,6 +76,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """seconds in which a request must end that does not say so itself; None: it has time"""
     enable_sleep_mode: bool = False
     """whoever may administer may put the engine to sleep, and change its weights"""
+    profile_dir: Path | None = None
+    """where profiles are written, if whoever may administer may ask for them"""
     usage_log: Path | None = None
     """file of what each client's requests have used"""
 

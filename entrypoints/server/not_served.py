@@ -10,6 +10,7 @@ _FILES = "this server keeps no files: send what the model shall read with the re
 _SERVED = "this server serves the weights that it was started with"
 _ACCOUNTS = "this server has no accounts"
 _AWAKE = "start it with --enable-sleep-mode"
+_LOOKED_INTO = "start it with --profile-dir; engine-bench profile tells where the time goes, too"
 _STATE = "conversations are sent with each request, or kept by /v1/responses"
 
 _REASONS = {
@@ -41,9 +42,10 @@ _REASONS = {
     # vLLM's
     "/collective_rpc": "this server runs no code that is sent to it",
     "/is_sleeping": _AWAKE,
+    "/log_level": _LOOKED_INTO,
     "/sleep": _AWAKE,
-    "/start_profile": "engine-bench profile tells where the time goes",
-    "/stop_profile": "engine-bench profile tells where the time goes",
+    "/start_profile": _LOOKED_INTO,
+    "/stop_profile": _LOOKED_INTO,
     "/update_weights_from_disk": _AWAKE,
     "/wake_up": _AWAKE,
 }

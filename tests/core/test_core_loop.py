@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -24,8 +25,11 @@ from engine.core.wire import (
     CoreStats,
     ResetPrefixCache,
     SequenceDelta,
+    SetLogLevel,
     Shutdown,
+    StartProfile,
     StepOutputs,
+    StopProfile,
     each_delta,
 )
 from engine.errors import ConfigError, CoreDiedError, EngineError
@@ -161,6 +165,52 @@ def test_an_aborted_request_ends_at_once_and_its_blocks_are_free():
         outputs = client.recv()
     assert outputs.stats.kv_blocks_used == 0
     client.close()
+
+
+class Unprofitable(FakeExecutor):
+    """Has a profiler that fails."""
+
+    is_profiling = False
+
+    def start_profile(self, path: str, steps: int, core_seconds: object) -> None:
+        raise RuntimeError("no profiler is left")
+
+    def end_profile(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("executor", "said"), [(FakeExecutor, "makes no profiles"), (Unprofitable, "no profiler is left")]
+)
+def test_a_profile_that_cannot_be_costs_nothing_else(executor, said, caplog):
+    device = executor(tiny_config())
+    loop, _ = build_core(tiny_config(), device)
+    for place, order in enumerate([StartProfile(path="/nowhere", steps=3), StopProfile()]):
+        loop.inbox.put(order)
+        outputs = loop.turn()
+        assert outputs is not None and not outputs.stats.profiling and outputs.stats.profile_orders == place + 1
+    assert said in caplog.text
+    loop.inbox.put(request("a", max_tokens=3))
+    ended = False
+    while not ended:
+        outputs = loop.turn()
+        ended = outputs is not None and any(delta.finish_reason for delta in each_delta(outputs.deltas))
+    loop.close()
+    device.close()
+
+
+def test_the_level_of_its_log_is_set():
+    device = FakeExecutor(tiny_config())
+    loop, _ = build_core(tiny_config(), device)
+    before = logging.getLogger().level
+    try:
+        for level in (logging.DEBUG, logging.ERROR):
+            loop.inbox.put(SetLogLevel(level=level))
+            loop.turn(wait=False)
+            assert logging.getLogger().level == level
+    finally:
+        logging.getLogger().setLevel(before)
+    loop.close()
+    device.close()
 
 
 def test_a_flood_of_messages_holds_up_no_step_that_is_done():

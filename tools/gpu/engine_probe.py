@@ -28,7 +28,8 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.loop import CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, ResetPrefixCache, StepOutputs, ToCore, each_delta
-from engine.executor.in_process import InProcessExecutor, Pending
+from engine.executor.in_process import InProcessExecutor
+from engine.executor.runner import Pending
 from engine.kv_transfer.memory import KVMemory
 from engine.observability.step_profile import PartTimes
 from engine.reports import LoadReport, WarmUpReport

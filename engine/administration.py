@@ -1,0 +1,60 @@
+"""What whoever runs an `AsyncEngine` does with it while it serves, beside asking it."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+
+from engine.config import EngineArgs
+from engine.core.wire import ResetPrefixCache, SetLogLevel
+from engine.profiles import Profiles
+from engine.serving import Serving
+from engine.sleeping import is_sleeping, sleeper, with_weights
+
+
+class Administered(ABC):
+    _args: EngineArgs
+
+    @abstractmethod
+    def _require(self) -> Serving:
+        """Raises `EngineError` where it has not started."""
+
+    @abstractmethod
+    def check_health(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """As `LLM.sleep`; requests that run wait, with those that come, until `wake_up`, and go on where they were."""
+        await asyncio.to_thread(sleeper(self._require().client, apart=True).sleep)
+
+    async def wake_up(self) -> None:
+        """Raises what starting raises, and sleeps on."""
+        await asyncio.to_thread(sleeper(self._require().client, apart=True).wake_up)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return is_sleeping(self._require().client)
+
+    async def update_weights(self, path: str) -> None:
+        """As `LLM.update_weights`. Requests that run go on behind what they have been given, with the new weights."""
+        engine = self._require()
+        config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
+        await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
+        engine.config = config
+
+    @property
+    def profiles(self) -> Profiles:
+        """Of the steps of the core: `start_async`, `stop_async`."""
+        return self._require().profiles
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes that no sequence uses."""
+        self.check_health()
+        self._require().client.send(ResetPrefixCache())
+
+    async def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
+        """As `ReplicatedClient.scale`. Raises `ConfigError`, too, for an engine that was made with one core."""
+        await asyncio.to_thread(self._require().replicated.scale, replicas, drain_timeout_s)
+
+    def set_log_level(self, level: int) -> None:
+        """Of the cores' logs, as in `logging`; those that start later log what this process does."""
+        self._require().client.send(SetLogLevel(level=level))
