@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import socket
 import statistics
@@ -28,10 +29,11 @@ import httpx
 import psutil
 from stand_in_core import HIDDEN, REPORT
 
-from engine.config import EngineArgs
+from engine.config import EngineArgs, EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.wire import AddRequest, ToCore
 from engine.frontend.demo import demo_model_path
+from engine.replicas.client import ReplicatedClient
 from engine.resolve import resolve_here
 from engine.step import RowParams
 
@@ -109,7 +111,16 @@ def _summary(measured: dict[str, Any], batch: int) -> dict[str, Any]:
 # -- the server --------------------------------------------------------------------------------------------------------
 
 
-def serve(model: str, tokenizer: str, port: int, folder: str, reading: bool) -> None:
+FRONTS = {
+    "": "requests end with their core, and everybody may ask",
+    "_resumed": "they would survive it",
+    "_keyed": "and each is somebody's, whose use of it is logged",
+}
+"""suffix of figures → what a front end does for them"""
+KEY = "a-key-of-nobody"
+
+
+def serve(model: str, tokenizer: str, port: int, folder: str, reading: bool, front: str) -> None:
     """The server process: everything but the model is what `engine-serve` runs."""
     from engine import AsyncEngine
     from entrypoints.serve import build_parser
@@ -126,9 +137,18 @@ def serve(model: str, tokenizer: str, port: int, folder: str, reading: bool) -> 
         cache_dir=folder,
         served_model_name="stand-in",
     )
-    engine = AsyncEngine(args, client_factory=lambda c: ProcessClient(c, executor=EXECUTOR))
-    parsers = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"] if reading else []
-    options = build_parser().parse_args(["x", "--log-level", "warning", *parsers])
+
+    def alone(config: EngineConfig, cpus: object = None, group_fd: object = None) -> ProcessClient:
+        return ProcessClient(config, executor=EXECUTOR)
+
+    engine = AsyncEngine(args, client_factory=(lambda c: ReplicatedClient(c, alone)) if front else alone)
+    chosen = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"] if reading else []
+    if front == "_keyed":
+        keys = Path(folder) / "keys.toml"
+        hashed = hashlib.sha256(KEY.encode()).hexdigest()
+        keys.write_text(f'[[keys]]\nname = "nobody"\nsha256 = "{hashed}"\ntokens_per_minute = 1000000000\n')
+        chosen += ["--keys", str(keys), "--usage-log", str(Path(folder) / "usage.jsonl")]
+    options = build_parser().parse_args(["x", "--log-level", "warning", *chosen])
     raise SystemExit(run_loop(serve_engine(engine, listen("127.0.0.1", port), options)))
 
 
@@ -136,8 +156,8 @@ async def _stream(port: int, path: str, body: dict[str, Any]) -> int:
     """Read one stream as cheaply as Python can; the number of events."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    writer.write(f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode() + data)
     events = 0
     tail = b""
     while b"[DONE]" not in tail:
@@ -177,7 +197,7 @@ def _cpu_s(process: psutil.Process) -> tuple[float, float]:
 
 
 def measure_server(
-    model: str, tokenizer: str, streams: int, tokens: int, compute_ms: float, threads: int, reading: bool
+    model: str, tokenizer: str, streams: int, tokens: int, compute_ms: float, threads: int, reading: bool, front: str
 ) -> dict[str, Any]:
     """CPU time of the front-end process per streamed token, then of all its processes while nothing is asked.
     `reading`: it looks for thinking and for calls of a tool in what chats are answered."""
@@ -186,26 +206,29 @@ def measure_server(
         (Path(folder) / "settings.json").write_text(json.dumps(settings))
         port = _free_port()
         command = [sys.executable, __file__, "--serve", str(port), "--tokenizer", tokenizer, "--folder", folder]
-        server = subprocess.Popen([*command, "--model", model, *(["--reading"] if reading else [])])
+        command += [f"--front={front}", *(["--reading"] if reading else [])]
+        server = subprocess.Popen([*command, "--model", model])
         try:
             _await_server(server, port)
-            front = psutil.Process(server.pid)
-            core = max(front.children(), key=lambda child: child.memory_info().rss)  # helpers are small
+            process = psutil.Process(server.pid)
+            core = max(process.children(), key=lambda child: child.memory_info().rss)  # helpers are small
             figures: dict[str, Any] = {"streams": streams}
             for name, chat in (("completions", False), ("chat", True)):
                 asyncio.run(_load(port, streams, 16, chat, reading))
-                before = _cpu_s(front)
+                before = _cpu_s(process)
                 events = asyncio.run(_load(port, streams, tokens, chat, reading))
-                whole, kernel = (1e6 * (now - then) / events for now, then in zip(_cpu_s(front), before))
-                figures[f"front_end_us_per_token_{name}"] = round(whole, 1)
-                figures[f"front_end_us_per_token_{name}_kernel"] = round(kernel, 1)
+                whole, kernel = (1e6 * (now - then) / events for now, then in zip(_cpu_s(process), before))
+                figures[f"front_end_us_per_token_{name}{front}"] = round(whole, 1)
+                figures[f"front_end_us_per_token_{name}{front}_kernel"] = round(kernel, 1)
+            if front:
+                return figures
             time.sleep(1.0)
-            before_idle = [_cpu_s(front)[0], _cpu_s(core)[0]]
-            switches = [_wake_ups(front), _wake_ups(core)]
+            before_idle = [_cpu_s(process)[0], _cpu_s(core)[0]]
+            switches = [_wake_ups(process), _wake_ups(core)]
             time.sleep(IDLE_S)
-            for i, (name, process) in enumerate((("front_end", front), ("core", core))):
-                figures[f"idle_{name}_percent"] = round(100 * (_cpu_s(process)[0] - before_idle[i]) / IDLE_S, 2)
-                figures[f"idle_{name}_wake_ups_per_s"] = round((_wake_ups(process) - switches[i]) / IDLE_S, 1)
+            for i, (name, each) in enumerate((("front_end", process), ("core", core))):
+                figures[f"idle_{name}_percent"] = round(100 * (_cpu_s(each)[0] - before_idle[i]) / IDLE_S, 2)
+                figures[f"idle_{name}_wake_ups_per_s"] = round((_wake_ups(each) - switches[i]) / IDLE_S, 1)
             return figures
         finally:
             server.terminate()
@@ -270,10 +293,11 @@ def main() -> None:
     parser.add_argument("--skip", nargs="*", default=[], choices=["steps", "server"])
     parser.add_argument("--reading", action="store_true", help="chats bring a tool, and thinking is looked for")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--front", default="", choices=list(FRONTS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.model, options.tokenizer, options.serve, options.folder, options.reading)
+        serve(options.model, options.tokenizer, options.serve, options.folder, options.reading, options.front)
     tokenizer = options.tokenizer or demo_model_path()
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or _write_model(Path(folder))
@@ -286,16 +310,11 @@ def main() -> None:
                 figures[f"batch_{batch}"] = {"without_compute": alone, "beside_compute": steps, "parts_us": parts}
                 _show(batch, alone, steps, parts)
         if "server" not in options.skip:
-            server = measure_server(
-                model,
-                tokenizer,
-                options.streams,
-                options.tokens,
-                options.compute_ms,
-                options.threads,
-                options.reading,
-            )
-            floor = measure_floor(options.streams, options.tokens, options.compute_ms, options.threads)
+            load = (options.streams, options.tokens, options.compute_ms, options.threads)
+            server: dict[str, Any] = {}
+            for front in FRONTS:
+                server |= measure_server(model, tokenizer, *load, options.reading, front)
+            floor = measure_floor(*load)
             server["floor_us_per_token"] = round(floor, 1)
             figures["server"] = server
             print("\n".join(f"{name:36} {value}" for name, value in server.items()))
