@@ -128,11 +128,22 @@ class FairQueue(WaitingQueue):
                 heapq.heappop(order)
         return None
 
+    def ahead(self, count: int) -> list[Sequence]:
+        """All are the tenant's whose turn it is."""
+        first = self.first()
+        return [] if first is None or first.account is None else self._queues[first.account].ahead(count)
+
     def pop(self) -> None:
-        account = self._order[0][2]
+        first = self.first()
+        assert first is not None
+        self.take(first)
+
+    def take(self, seq: Sequence) -> None:
+        account = seq.account
+        assert account is not None
         queue = self._queues[account]
         self.num_tokens -= queue.num_tokens
-        queue.pop()
+        queue.take(seq)
         self.num_tokens += queue.num_tokens
         self._waiting -= 1
         self._latest = account

@@ -62,6 +62,8 @@ class Sequence:
     """first prompt position whose log-probability has not been delivered (position 0 has none)"""
     tenant: str = ""
     """whose it is, by name"""
+    passed: int = 0
+    """times that another one started before it although it was its turn"""
     interrupted: bool = False
     """it was preempted"""
     deadline: float | None = None

@@ -41,6 +41,27 @@ class WaitingQueue:
         self._waiting -= 1
         self.num_tokens -= seq.prompt_len
 
+    def ahead(self, count: int) -> list[Sequence]:
+        """The first ones, at most `count`, that are as urgent as the first."""
+        found, first = list[Sequence](), self.first()
+        while (seq := self.first()) is not None and len(found) < count and first and seq.key[0] == first.key[0]:
+            found.append(seq)
+            heapq.heappop(self._heap)
+        for seq in found:
+            heapq.heappush(self._heap, (seq.key, seq))
+        return found
+
+    def take(self, seq: Sequence) -> None:
+        """Remove one of those that `ahead` found; the nearer to the head, the sooner."""
+        passed = list[Sequence]()
+        while (first := self.first()) is not seq:
+            assert first is not None
+            passed.append(first)
+            heapq.heappop(self._heap)
+        self.pop()
+        for each in passed:
+            heapq.heappush(self._heap, (each.key, each))
+
     def discard(self, seq: Sequence) -> None:
         """It was in the queue and has just stopped waiting (its status says so)."""
         self._waiting -= 1
