@@ -18,7 +18,7 @@ from engine.kv_cache.block_pool import NO_BLOCK, BlockPool
 from engine.kv_cache.events import KVEventLog
 from engine.kv_cache.hash_chain import HashChain, key_of
 from engine.kv_cache.host_tier import HostTier, Transfers
-from engine.kv_cache.prefix import PrefixHit, find_prefix, host_block, is_on_host
+from engine.kv_cache.prefix import PrefixHit, count_leading, find_prefix, host_block, is_on_host
 from engine.kv_cache.sequence_blocks import NO_GROWTH, Growth, SequenceBlocks
 from engine.kv_cache.states import States
 from engine.layer_groups import State, Window, first_kept, kept_until, most_blocks, pages_of
@@ -66,6 +66,7 @@ class KVCache:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.slides = any(window is not None for window in windows)
+        self._whole_group = self.windows.index(None) if None in self.windows else None
         """some group keeps only a window"""
         self._sizes = [pages_of(window) for window in windows]
         self.states = States(self.pool, self.events, windows, block_size)
@@ -127,6 +128,14 @@ class KVCache:
         Takes nothing; O(blocks found).
         """
         return find_prefix((self.pool, self.host), self.windows, self.block_size, blocks.chain, tokens, limit)
+
+    def cached_blocks(self, blocks: SequenceBlocks, tokens: Tokens[int], begin: int, end: int) -> int:
+        """A look ahead of `match_prefix`: of the blocks from ``begin`` to ``end``, the leading ones that are cached in
+        the first group that keeps all tokens; 0 where there is none. O(blocks found), and hashes the others once."""
+        if self._whole_group is None or not self.pool.enable_prefix_caching:
+            return 0
+        tiers, chain, group = (self.pool, self.host), blocks.chain, self._whole_group
+        return count_leading(tiers, chain, tokens, group, begin, end)
 
     def adopt(self, blocks: SequenceBlocks, hit: PrefixHit) -> None:
         """Start an empty sequence with the blocks of ``hit``."""

@@ -100,6 +100,14 @@ def _leading(tiers: Tiers, chain: HashChain, tokens: Sequence[int], group: int, 
     return table
 
 
+def count_leading(tiers: Tiers, chain: HashChain, tokens: Sequence[int], group: int, begin: int, end: int) -> int:
+    """Of the blocks from ``begin`` to ``end`` of a group, the leading ones that are cached."""
+    for index in range(begin, end):
+        if _find(tiers, key_of(chain.digest(index, tokens), group)) is None:
+            return index - begin
+    return max(end - begin, 0)
+
+
 def _shrink_to_windows(
     tiers: Tiers,
     windows: Sequence[Window],

@@ -20,8 +20,8 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.siblings import own_blocks, prefix_limit, start_of
 from engine.scheduling.step_draft import StepDraft
 
-LOOKED_AT, LOOKED_BLOCKS = 64, 64
-"""sequences, and the blocks of each, that are looked up in the prefix cache before one of them starts"""
+LOOKED_AT, LOOKED_BLOCKS = 64, 256
+"""sequences that are looked at before one of them starts; blocks of a prompt that tell them apart"""
 MOST_PASSED = 8
 """times that the first one is passed by others"""
 
@@ -59,23 +59,20 @@ class Admission:
         looks = len(self._waiting) > 1 and self._kv.pool.enable_prefix_caching and first.passed < MOST_PASSED
         if not looks or not _is_new(first) or self._is_blocked(first, self._held.room):
             return [first]
-        best, most, enough = first, -1, LOOKED_BLOCKS * self._kv.block_size
+        best, most = first, 0
         for seq in filter(_is_new, self._waiting.ahead(LOOKED_AT)):
-            if (cached := self._cached(seq, enough)) > most:
-                best, most = seq, cached
-                if most == enough:
-                    break
+            try:
+                end = min(prefix_limit(seq, self._kv) // self._kv.block_size, LOOKED_BLOCKS)
+                more = self._kv.cached_blocks(seq.blocks, seq.tokens, most, end)
+            except Exception as error:
+                self._held.failures.note(seq, error)
+                return [first]
+            if more:
+                best, most = seq, most + more
         if best is first:
             return [first]
         first.passed += 1
         return [best, first]
-
-    def _cached(self, seq: Sequence, most: int) -> int:
-        """Of its tokens, those that the prefix cache has, if not more than `most`."""
-        with self._held.failures.isolate(seq):
-            limit = min(prefix_limit(seq, self._kv), most)
-            return self._kv.match_prefix(seq.blocks, seq.tokens, limit).num_tokens
-        return 0
 
     def late(self) -> tuple[Sequence, QueueFullError] | None:
         """The first that waits, where it could not be served in time any more: it is to end, holding nothing yet."""

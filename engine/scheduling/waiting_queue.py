@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 
 from engine.scheduling.sequence import Sequence, Status
 
+_Entry = tuple[tuple[int, int], Sequence]
+
 
 class WaitingQueue:
-    """A heap by `Sequence.key`. A preempted sequence returns with the key that it had, so ahead of all that came later.
+    """Sorted by `Sequence.key`: the first few in a list, as many as somebody has looked at, the others in a heap. A
+    preempted sequence returns with the key that it had, so ahead of all that came later.
 
-    Removal from the middle is lazy: an entry whose sequence no longer waits is dropped when it surfaces, and the heap
-    is rebuilt when more than half of it is such entries (amortized O(1) per removal), so aborted requests do not pile
-    up.
+    Removal from the middle is lazy: an entry whose sequence no longer waits is dropped when it surfaces, and all is
+    rebuilt when more than half of it is such entries (amortized O(1) per removal), so aborted requests do not pile up.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Sequence]] = []
+        self._next: list[_Entry] = []
+        """none of the heap's comes before one of these"""
+        self._heap: list[_Entry] = []
         self._waiting = 0
         self.num_tokens = 0
         """of the prompts of all that wait"""
@@ -25,47 +30,48 @@ class WaitingQueue:
         return self._waiting
 
     def push(self, seq: Sequence) -> None:
-        heapq.heappush(self._heap, (seq.key, seq))
+        entry = (seq.key, seq)
+        if self._next and entry < self._next[-1]:
+            insort(self._next, entry)
+        else:
+            heapq.heappush(self._heap, entry)
         self._waiting += 1
         self.num_tokens += seq.prompt_len
 
     def first(self) -> Sequence | None:
-        heap = self._heap
-        while heap and heap[0][1].status is not Status.WAITING:
-            heapq.heappop(heap)
-        return heap[0][1] if heap else None
-
-    def pop(self) -> None:
-        """Remove what `first` returned."""
-        _, seq = heapq.heappop(self._heap)
-        self._waiting -= 1
-        self.num_tokens -= seq.prompt_len
+        if not self._next or self._next[0][1].status is not Status.WAITING:
+            self._look_at(1)
+        return self._next[0][1] if self._next else None
 
     def ahead(self, count: int) -> list[Sequence]:
         """The first ones, at most `count`, that are as urgent as the first."""
-        found, first = list[Sequence](), self.first()
-        while (seq := self.first()) is not None and len(found) < count and first and seq.key[0] == first.key[0]:
-            found.append(seq)
-            heapq.heappop(self._heap)
-        for seq in found:
-            heapq.heappush(self._heap, (seq.key, seq))
-        return found
+        self._look_at(count)
+        return [seq for key, seq in self._next[:count] if key[0] == self._next[0][0][0]]
+
+    def _look_at(self, count: int) -> None:
+        """So many are in the list, if there are, and wait."""
+        self._next = [entry for entry in self._next if entry[1].status is Status.WAITING]
+        while len(self._next) < count and self._heap:
+            entry = heapq.heappop(self._heap)
+            if entry[1].status is Status.WAITING:
+                self._next.append(entry)
+
+    def pop(self) -> None:
+        """Remove what `first` returned."""
+        self.take(self._next[0][1])
 
     def take(self, seq: Sequence) -> None:
-        """Remove one of those that `ahead` found; the nearer to the head, the sooner."""
-        passed = list[Sequence]()
-        while (first := self.first()) is not seq:
-            assert first is not None
-            passed.append(first)
-            heapq.heappop(self._heap)
-        self.pop()
-        for each in passed:
-            heapq.heappush(self._heap, (each.key, each))
+        """Remove one of those that `first` or `ahead` returned last."""
+        _, found = self._next.pop(bisect_left(self._next, seq.key, key=lambda entry: entry[0]))
+        assert found is seq
+        self._waiting -= 1
+        self.num_tokens -= seq.prompt_len
 
     def discard(self, seq: Sequence) -> None:
         """It was in the queue and has just stopped waiting (its status says so)."""
         self._waiting -= 1
         self.num_tokens -= seq.prompt_len
-        if len(self._heap) > 2 * self._waiting + 16:
+        if len(self._heap) + len(self._next) > 2 * self._waiting + 16:
+            self._look_at(0)
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapq.heapify(self._heap)

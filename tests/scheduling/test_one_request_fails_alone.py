@@ -25,6 +25,7 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_draft import StepDraft
 
 POINTS: list[tuple[Any, str]] = [
+    (KVCache, "cached_blocks"),
     (KVCache, "match_prefix"),
     (KVCache, "adopt"),
     (KVCache, "append"),
