@@ -88,13 +88,14 @@ def trace(module: nn.Module, example_inputs: Sequence[Tensor]) -> Traced:
 def _capture(
     module: nn.Module, example_inputs: Sequence[Tensor]
 ) -> tuple[fx.GraphModule, Sequence[object], list[Tensor]]:
-    captured: list[tuple[fx.GraphModule, Sequence[object]]] = []
+    graphs, calls = list[fx.GraphModule](), list[Sequence[object]]()
+
+    def record(*arguments: object) -> object:
+        calls.append(arguments)
+        raise _Captured
 
     def backend(graph_module: fx.GraphModule, _examples: Sequence[object]) -> Callable[..., object]:
-        def record(*arguments: object) -> object:
-            captured.append((graph_module, arguments))
-            raise _Captured
-
+        graphs.append(graph_module)
         return record
 
     # Automatic dynamic shapes would turn a buffer's size symbolic once a model of another size had been traced before.
@@ -109,9 +110,9 @@ def _capture(
         except torch._dynamo.exc.TorchDynamoException as error:
             name = type(module).__name__
             raise CompileError(f"forward of {name} is not one graph; use mode none. {error}") from error
-    if not captured:
+    if not calls:
         raise CompileError("torch.compile is disabled in this process; use mode none")
-    return (*captured[0], inputs)
+    return graphs.pop(), calls.pop(), inputs  # Dynamo keeps `record` for ever, which must not keep the weights
 
 
 def _mark_sizes(inputs: Sequence[Tensor]) -> bool:

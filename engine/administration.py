@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 
 from engine.config import EngineArgs
 from engine.core.wire import ResetPrefixCache, SetLogLevel
 from engine.profiles import Profiles
+from engine.replicas.client import ReplicatedClient
 from engine.serving import Serving
 from engine.sleeping import is_sleeping, sleeper, with_weights
+
+logger = logging.getLogger(__name__)
 
 
 class Administered(ABC):
@@ -25,14 +29,22 @@ class Administered(ABC):
     async def sleep(self) -> None:
         """As `LLM.sleep`; requests that run wait, with those that come, until `wake_up`, and go on where they were."""
         await asyncio.to_thread(sleeper(self._require().client, apart=True).sleep)
+        logger.info("asleep: all memory is free, and requests wait")
 
     async def wake_up(self) -> None:
         """Raises what starting raises, and sleeps on."""
         await asyncio.to_thread(sleeper(self._require().client, apart=True).wake_up)
+        logger.info("awake")
 
     @property
     def is_sleeping(self) -> bool:
         return is_sleeping(self._require().client)
+
+    @property
+    def is_restarting(self) -> bool:
+        """A core died, and until another one has started requests wait."""
+        client = self._require().client
+        return isinstance(client, ReplicatedClient) and client.is_restarting
 
     async def update_weights(self, path: str) -> None:
         """As `LLM.update_weights`. Requests that run go on behind what they have been given, with the new weights."""
@@ -40,6 +52,7 @@ class Administered(ABC):
         config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
         await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
         engine.config = config
+        logger.info("the weights of %s are served from now on", config.model.path)
 
     @property
     def profiles(self) -> Profiles:

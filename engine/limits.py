@@ -170,7 +170,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: Annotated[
         float, _limit("seconds without an event, after which a stream says that its request is alive", 0.01)
     ] = 15.0
-    profile_steps: Annotated[int, _limit("steps of a profile")] = 1000
+    profile_steps: Annotated[int, _limit("steps of a profile")] = 100
     kv_leases: Annotated[int, _limit("prompts that wait for another engine to read them; older ones give way")] = 256
     kv_lease_s: Annotated[float, _limit("seconds that a prompt waits for another engine to read it", 0.05)] = 120.0
     kv_fetch_s: Annotated[

@@ -129,6 +129,7 @@ class LLM(PooledCalls, NotHere):
         if len(self._stepper):
             raise ConfigError("sleep: requests run, and nobody here would wake it up for them")
         client.sleep()
+        self._session.begin_anew()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """`tags`: vLLM's, without effect: all of it wakes up."""
@@ -144,17 +145,24 @@ class LLM(PooledCalls, NotHere):
         session = self._alive()
         config = with_weights(self._args, self.model, session.config, str(path))
         sleeper(session.client).change(config)
+        session.begin_anew()
         self.config = session.config = config
 
     def start_profile(self, directory: str | PathLike[str] = "profiles", steps: int | None = None) -> None:
         """Record the next steps of the model: torch's trace of them, and a table of where their time goes. At most
         `steps`; None: as many as the limit `profile_steps`. Raises `ConfigError` and `InvalidRequestError`."""
-        self._alive().profiles.start(directory, steps)
+        self._idle().profiles.start(directory, steps)
 
     def stop_profile(self) -> list[Path]:
         """The profile's files; what has been recorded has been written then. Raises `ConfigError` where nothing was,
         `EngineError` where it could not be written."""
-        return self._alive().profiles.stop()
+        return self._idle().profiles.stop()
+
+    def _idle(self) -> Session:
+        """Raises `ConfigError` while requests run that `llm_engine` was given."""
+        if len(self._stepper):
+            raise ConfigError("a profile begins and ends between requests: some of llm_engine's run")
+        return self._alive()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes before the next request runs."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from engine.adapters.request import LoRARequest
 from engine.config import EngineArgs, EngineConfig
-from engine.core.client import CoreClient
-from engine.core.wire import AbortRequests, CoreReady, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
+from engine.core.client import CoreClient, InProcessClient
+from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
 from engine.dense import load_dense
 from engine.errors import CoreDiedError, EngineError, RequestFailedError
 from engine.frontend.admission import Admission, AdmittedRequest, ParsedPrompt, default_sampling_params
@@ -202,6 +202,11 @@ class Session:
             eos_token_ids=sorted(self.admission.eos_token_ids),
             vocab_size=self.config.model.vocab_size,
         )
+
+    def begin_anew(self) -> None:
+        """The core has ended, and counts anew where it was in this process."""
+        if isinstance(self.client, InProcessClient):
+            self.metrics.stats = CoreStats()
 
     def take_in(self, outputs: StepOutputs) -> list[str]:
         """What the core has told. Returns the requests with news."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor
 from engine.core.wire import AddRequest, CoreReady, StepOutputs, ToCore, UnpinPrefix, Vocabulary
 from engine.errors import ConfigError, CoreDiedError, EngineError
 from engine.executor.interface import Executor
+from engine.machine import release_free_memory
 from engine.observability.step_profile import StepObserver
 
 
@@ -67,6 +69,11 @@ class InProcessClient(Sleeper):
         if self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(self._sent.set)
 
+    @property
+    def has_work(self) -> bool:
+        """`recv` would not be in vain."""
+        return self._alive().has_work
+
     def recv(self) -> StepOutputs:
         """Turns the loop until there is something to tell. `EngineError` when there is no work to wait for."""
         while self._alive().has_work:
@@ -118,6 +125,8 @@ class InProcessClient(Sleeper):
             self.close()
             self._asleep = True
             self._compiled.clear()
+            gc.collect()  # a model is full of circles
+            release_free_memory()
 
     def wake_up(self, config: EngineConfig | None = None) -> None:
         if self._asleep:

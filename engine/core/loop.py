@@ -111,10 +111,11 @@ class CoreLoop:
         kv_reports: KVReports | None = None,
         rounds: Rounds | None = None,
         ends: Callable[[], None] = lambda: None,
+        post: Post | None = None,
     ) -> None:
         """`observer`: None: times by part are told with the stats. `set_vocabulary`: of whoever compiles grammars.
         `kv_reports`: what is told of the prefix cache. `rounds`: of replicas that take every step together. `ends`:
-        called by `close`."""
+        called by `close`. `post`: how news come into the inbox from other threads; None: they are put there."""
         self.inbox: Inbox = inbox if inbox is not None else SimpleQueue()
         self.turns = 0
         self.taken = self.news_taken = 0
@@ -146,7 +147,8 @@ class CoreLoop:
         self._set_vocabulary = set_vocabulary
         self._kv_reports, self._ends = kv_reports, ends
         self._rounds = rounds
-        self._profiles = CoreProfiles(executor, self._part_times.seconds_so_far)
+        put = post or self.inbox.put
+        self._profiles = CoreProfiles(executor, lambda: put(STATS_CHANGED))
 
     @property
     def has_work(self) -> bool:
@@ -304,8 +306,7 @@ class CoreLoop:
                 if self._rounds is not None:
                     self._rounds.wake(message.number)
             case StartProfile() | StopProfile():
-                self._profiles.take(message)
-                self._has_news = True
+                self._profiles.take(message, self._part_times.seconds_so_far)
             case SetLogLevel():
                 logging.getLogger().setLevel(message.level)
             case Shutdown():

@@ -22,11 +22,13 @@ class Sleeper(ABC):
         """It starts again, from now on as `config` says. Raises what starting raises, and sleeps on. Idempotent."""
 
     def change(self, config: EngineConfig) -> None:
-        """It wakes up as `config` says, whether it slept or not. Where that does not start, what was before starts
-        again, and the error is raised."""
+        """It wakes up as `config` says, whether it slept or not. Where that does not start, all is as before, and the
+        error is raised."""
+        slept = self.is_sleeping
         self.sleep()
         try:
             self.wake_up(config)
         except BaseException:
-            self.wake_up()
+            if not slept:
+                self.wake_up()
             raise

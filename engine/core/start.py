@@ -116,7 +116,9 @@ def _build(
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector, adapters)
     in_flight = config.scheduler.steps_in_flight
     ends = connector.close if isinstance(connector, EngineConnector) else lambda: None
-    loop = CoreLoop(scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends)
+    loop = CoreLoop(
+        scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends, post
+    )
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: post(STATS_CHANGED))

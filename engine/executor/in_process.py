@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -172,23 +172,34 @@ class InProcessExecutor:
     def is_profiling(self) -> bool:
         return self._profile is not None
 
-    def start_profile(self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]]) -> None:
+    def start_profile(
+        self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]], done: Callable[[], None]
+    ) -> None:
         """See `Profiles`."""
         parts, on_gpu = self._loaded().part_times, self._config.device.kind == "cuda"
 
         def start() -> None:
             threads = {"runner": parts.seconds_so_far, "core": core_seconds}
-            self._profile = StepsProfile(path, steps, threads, on_gpu)
+            try:
+                self._profile = self._profile or StepsProfile(path, steps, threads, on_gpu)
+            except Exception:
+                logger.exception("no profile: torch's profiler failed")
+            done()
 
-        self._call(start)
+        self._between_steps(start)
 
-    def end_profile(self) -> None:
+    def end_profile(self, done: Callable[[], None]) -> None:
         def end() -> None:
-            if self._profile is not None:
-                self._profile.end()
-                self._profile = None
+            self._write_profile()
+            done()
 
-        self._call(end)
+        self._between_steps(end)
+
+    def _write_profile(self) -> None:
+        """On the thread that computes."""
+        if self._profile is not None:
+            self._profile.end()
+            self._profile = None
 
     def team(self) -> Team | None:
         return None
@@ -205,6 +216,9 @@ class InProcessExecutor:
         """Lets the running steps end, drops those behind them, joins the threads."""
         if self._closing.is_set():
             return
+        if self._profile is not None:
+            with suppress(EngineError):
+                self._call(self._write_profile)
         self._closing.set()
         self._leave()
         if self._compilation is not None:

@@ -92,13 +92,16 @@ class Profiles(Protocol):
 
     is_profiling: bool
 
-    def start_profile(self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]]) -> None:
-        """From the next step on (`StepsProfile`); not while it does so. `core_seconds`: see `part_seconds`, of the
+    def start_profile(
+        self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]], done: Callable[[], None]
+    ) -> None:
+        """From the next step on (`StepsProfile`), unless it does so already. Returns at once: a step may wait for the
+        caller. `done` is called from any thread, also where it failed. `core_seconds`: see `part_seconds`, of the
         core's thread."""
         ...
 
-    def end_profile(self) -> None:
-        """What was recorded has been written then. Idempotent."""
+    def end_profile(self, done: Callable[[], None]) -> None:
+        """What was recorded has been written when `done` is called. As `start_profile`."""
         ...
 
 

@@ -197,13 +197,15 @@ class MultiprocExecutor:
         """See `Profiles`: rank 0's steps are recorded."""
         return isinstance(self._local, Profiles) and self._local.is_profiling
 
-    def start_profile(self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]]) -> None:
+    def start_profile(
+        self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]], done: Callable[[], None]
+    ) -> None:
         assert isinstance(self._local, Profiles)
-        self._local.start_profile(path, steps, core_seconds)
+        self._local.start_profile(path, steps, core_seconds, done)
 
-    def end_profile(self) -> None:
+    def end_profile(self, done: Callable[[], None]) -> None:
         assert isinstance(self._local, Profiles)
-        self._local.end_profile()
+        self._local.end_profile(done)
 
     def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:
         """See `HoldsAdapters`."""

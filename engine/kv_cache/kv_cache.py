@@ -66,8 +66,8 @@ class KVCache:
         self.block_size = block_size
         self.windows = tuple(windows)
         self.slides = any(window is not None for window in windows)
-        self._whole_group = self.windows.index(None) if None in self.windows else None
         """some group keeps only a window"""
+        self._whole_group = self.windows.index(None) if None in self.windows else None
         self._sizes = [pages_of(window) for window in windows]
         self.states = States(self.pool, self.events, windows, block_size)
         self._max_query_len = max_query_len

@@ -136,10 +136,13 @@ class ReplicatedClient(Sleeping):
 
     def stalled(self) -> str | None:
         """Where one makes progress, new requests go there."""
-        if not self._fleet.replicas and self._following and not self._asleep:
-            return "it died, and another one is being started"
         reasons = [client.stalled() for client in self._clients]
         return reasons[0] if reasons and all(reason is not None for reason in reasons) else None
+
+    @property
+    def is_restarting(self) -> bool:
+        """No core serves, and one is being started in the place of one that died."""
+        return bool(not self._fleet.replicas and self._following and not self._asleep)
 
     def abandon(self) -> None:
         self._abandoned = True

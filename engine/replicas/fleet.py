@@ -224,6 +224,8 @@ class Fleet(Generic[C]):
             raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._most_waiting})")
         self._deliveries.add(message, None)
         self._waiting.append(message.request_id)
+        if not self.replicas:
+            self.told.append(StepOutputs(deltas=[], stats=self._stats()))
 
     def _pin_elsewhere(self, message: AddRequest, place: Place) -> None:
         """A prefix is kept wherever a request may go; the one at `place` tells the caller."""

@@ -22,8 +22,8 @@ from engine.scheduling.step_draft import StepDraft
 
 LOOKED_AT, LOOKED_BLOCKS = 64, 256
 """sequences that are looked at before one of them starts; blocks of a prompt that tell them apart"""
-MOST_PASSED = 8
-"""times that the first one is passed by others"""
+MOST_PASSED = 32
+"""times that one is passed by others that came later"""
 
 
 class Admission:
@@ -33,6 +33,8 @@ class Admission:
         self._waiting, self._running = held.waiting, held.running
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
+        self._ahead: list[Sequence] = []
+        """those that were looked at last"""
         self.prompt_tokens = 0
         """of all that have started"""
 
@@ -44,8 +46,15 @@ class Admission:
                 went_on = self._go_on(draft, each)
                 if went_on is not False:
                     break
+            if went_on and each is not seq:
+                self._pass(each)
             if not went_on and (self._running or not self._held.leases.give_way()):
                 return
+
+    def _pass(self, seq: Sequence) -> None:
+        """It started before those that were ahead of it."""
+        for each in self._ahead[: self._ahead.index(seq)]:
+            each.passed += 1
 
     def _go_on(self, draft: StepDraft, seq: Sequence) -> bool | None:
         """None: it failed, and nobody behind it starts in this step: it may hold anything."""
@@ -56,23 +65,37 @@ class Admission:
     def _in_turn(self, first: Sequence) -> list[Sequence]:
         """Who finds more in the prefix cache than the first that waits, if that is new and others are, too; and that
         one, where there is no room for it."""
-        looks = len(self._waiting) > 1 and self._kv.pool.enable_prefix_caching and first.passed < MOST_PASSED
+        looks = len(self._waiting) > 1 and self._kv.pool.enable_prefix_caching
         if not looks or not _is_new(first) or self._is_blocked(first, self._held.room):
             return [first]
         best, most = first, 0
-        for seq in filter(_is_new, self._waiting.ahead(LOOKED_AT)):
+        self._ahead = self._waiting.ahead(LOOKED_AT)
+        for seq in self._ahead:
             try:
-                end = min(prefix_limit(seq, self._kv) // self._kv.block_size, LOOKED_BLOCKS)
-                more = self._kv.cached_blocks(seq.blocks, seq.tokens, most, end)
+                more = self._cached_beyond(seq, most)
             except Exception as error:
                 self._held.failures.note(seq, error)
                 return [first]
-            if more:
+            if more and not self._expected.would_be_late(seq):
                 best, most = seq, most + more
-        if best is first:
-            return [first]
-        first.passed += 1
-        return [best, first]
+            if seq.passed >= MOST_PASSED or seq.cached_tokens is not None:
+                break
+        return [first] if best is first or not self._is_found(best) else [best, first]
+
+    def _cached_beyond(self, seq: Sequence, begin: int) -> int:
+        """Of its blocks from `begin` on, those that the prefix cache has; what comes before is not looked up."""
+        if not _is_new(seq):
+            return 0
+        end = min(prefix_limit(seq, self._kv) // self._kv.block_size, LOOKED_BLOCKS)
+        return self._kv.cached_blocks(seq.blocks, seq.tokens, begin, end)
+
+    def _is_found(self, seq: Sequence) -> bool:
+        """By all layers."""
+        if not self._kv.slides:
+            return True
+        with self._held.failures.isolate(seq):
+            return self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv)).num_tokens > 0
+        return False
 
     def late(self) -> tuple[Sequence, QueueFullError] | None:
         """The first that waits, where it could not be served in time any more: it is to end, holding nothing yet."""
@@ -222,7 +245,8 @@ class Admission:
 
 def _is_new(seq: Sequence) -> bool:
     """It never ran, and needs no row but one of its own to start."""
-    return seq.cached_tokens is None and seq.group is None and not seq.blocks.on_host
+    follows = any(follower.in_flight for follower in seq.followers)
+    return seq.cached_tokens is None and seq.group is None and not seq.blocks.on_host and not follows
 
 
 def _rows_of(seq: Sequence) -> int:

@@ -129,14 +129,19 @@ class Expected:
 
     def is_late(self, seq: Sequence) -> QueueFullError | None:
         """One that has not begun, and could not end in time if it did now."""
-        if seq.deadline is None or seq.cached_tokens is not None or self._is_idle(1):
-            return None
-        left = seq.deadline - self.clock()
-        seconds = self._service_s(seq.tenant, seq.prompt_len, seq.max_total - seq.prompt_len)
-        if seconds <= left:
+        if not self.would_be_late(seq) or seq.deadline is None:
             return None
         self._learn(False)
-        return _too_short(left, seconds)
+        return _too_short(seq.deadline - self.clock(), self._seconds_of(seq))
+
+    def would_be_late(self, seq: Sequence) -> bool:
+        """As `is_late`; nothing follows from it."""
+        if seq.deadline is None or seq.cached_tokens is not None or self._is_idle(1):
+            return False
+        return self._seconds_of(seq) > seq.deadline - self.clock()
+
+    def _seconds_of(self, seq: Sequence) -> float:
+        return self._service_s(seq.tenant, seq.prompt_len, seq.max_total - seq.prompt_len)
 
     def _is_idle(self, waiting: int) -> bool:
         """Nothing runs, and no more than that waits: whoever comes is served at once, and shows how long that takes."""

@@ -63,7 +63,7 @@ class Sequence:
     tenant: str = ""
     """whose it is, by name"""
     passed: int = 0
-    """times that another one started before it although it was its turn"""
+    """times that one that came later started before it, because it found more in the prefix cache"""
     interrupted: bool = False
     """it was preempted"""
     deadline: float | None = None

@@ -7,6 +7,8 @@ from bisect import bisect_left, insort
 
 from engine.scheduling.sequence import Sequence, Status
 
+_MOST_SORTED = 256
+"""so many in the list at most, unless more are looked at"""
 _Entry = tuple[tuple[int, int], Sequence]
 
 
@@ -33,6 +35,8 @@ class WaitingQueue:
         entry = (seq.key, seq)
         if self._next and entry < self._next[-1]:
             insort(self._next, entry)
+            if len(self._next) > _MOST_SORTED:
+                heapq.heappush(self._heap, self._next.pop())
         else:
             heapq.heappush(self._heap, entry)
         self._waiting += 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import ssl
+from pathlib import Path
 
 from engine.dialects.resolve import dialect_of
 from engine.errors import ConfigError
@@ -19,8 +21,21 @@ def check_options(options: argparse.Namespace) -> Keyring | None:
         check_tracing(options.otlp_endpoint)
     if options.pinned_prefixes is not None and not options.pinned_prefixes.is_file():
         raise ConfigError(f"--pinned-prefixes: there is no file {options.pinned_prefixes}")
+    if options.profile_dir is not None:
+        _check_directory("--profile-dir", options.profile_dir)
     _check_certificate(options)
     return take_keys(options.api_key, options.api_key_file, options.keys)
+
+
+def _check_directory(option: str, path: Path) -> None:
+    """It is there from now on, and may be written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"{option}: {path}: {error.strerror}") from None
+    if not writable:
+        raise ConfigError(f"{option}: {path} cannot be written to")
 
 
 def check_speech(options: argparse.Namespace) -> None:

@@ -4,9 +4,9 @@ routes, and more or less in its log."""
 from __future__ import annotations
 
 import logging
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from engine.errors import ConfigError, InvalidRequestError
 from entrypoints.server.context import ServerContext
@@ -22,7 +22,7 @@ class Profile(Body):
 
     UNSUPPORTED: ClassVar = {"output_dir": ()}  # files are written where --profile-dir says
 
-    num_steps: int | None = None
+    num_steps: Any = None
     """None: until it is stopped, or as many as the limit"""
 
 
@@ -39,10 +39,10 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
         return
 
     @app.post("/start_profile")
-    async def start_profile(body: Profile | None = None) -> dict[str, str]:
+    async def start_profile(request: Request, body: Profile | None = None) -> dict[str, str]:
         steps = None if body is None else body.num_steps
-        if steps is not None and steps < 1:
-            raise InvalidRequestError(f"num_steps must be at least 1, got {steps}", "num_steps")
+        if body is not None:
+            context.take_note(body, request)
         try:
             path = await engine.profiles.start_async(directory, steps)
         except ConfigError as error:

@@ -84,11 +84,11 @@ def add_document(app: FastAPI, *, keyed: bool) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return get_swagger_ui_html(
-            openapi_url=app.openapi_url or "",
+            openapi_url=(app.openapi_url or "").lstrip("/"),  # relative, as behind --root-path
             title=app.title,
-            swagger_js_url=f"{_SCRIPTS}/swagger-ui-bundle.js",
-            swagger_css_url=f"{_SCRIPTS}/swagger-ui.css",
-            swagger_favicon_url=f"{_SCRIPTS}/favicon.png",
+            swagger_js_url=f"{_SCRIPTS[1:]}/swagger-ui-bundle.js",
+            swagger_css_url=f"{_SCRIPTS[1:]}/swagger-ui.css",
+            swagger_favicon_url=f"{_SCRIPTS[1:]}/favicon.png",
         )
 
     app.mount(_SCRIPTS, StaticFiles(directory=_STATIC_PATH))

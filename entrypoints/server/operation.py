@@ -45,8 +45,10 @@ class Progress:
             logger.warning("the engine core %s", f"seems to hang: {reason}" if reason else "makes progress again")
         return None if reason is None else ("engine_stalled", "the engine has work and makes no progress")
 
-    def sleep(self) -> tuple[str, str] | None:
-        """As `trouble`; on purpose."""
+    def pause(self) -> tuple[str, str] | None:
+        """As `trouble`, but it goes on, and nobody need do anything: requests wait."""
+        if self._engine.is_restarting:
+            return "restarting", "a core died, and another one is being started"
         return ("asleep", "the engine sleeps") if self._engine.is_sleeping else None
 
 
@@ -99,16 +101,16 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
     async def ready() -> Response:
         if app.state.draining:
             return state(("shutting_down", "the server is shutting down"))
-        return state(progress.trouble() or progress.sleep())
+        return state(progress.trouble() or progress.pause())
 
     role = getattr(engine.config.kv_transfer, "kv_role", None)
     moves: dict[str, object] = {"kv_role": role, "kv_layout": engine.ready.kv_layout}
 
     @app.get("/health")
     async def health() -> Response:
-        trouble = progress.trouble()
-        asleep = {"asleep": True} if engine.is_sleeping else {}
-        return JSONResponse(moves | asleep) if trouble is None else state(trouble)
+        trouble, pause = progress.trouble(), progress.pause()
+        paused = {} if pause is None else {pause[0]: True}
+        return JSONResponse(moves | paused) if trouble is None else state(trouble)
 
     @app.get("/ping")
     async def ping() -> Response:

@@ -223,6 +223,7 @@ async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: ar
     signals: list[int] = []
     try:
         keyring = check_options(options)
+        _pass_over_hangups(options)
         with signals_abandon(engine, signals):
             await engine.start()
             if options.pinned_prefixes is not None:
@@ -284,6 +285,15 @@ def _watched(config: uvicorn.Config, options: argparse.Namespace, keyring: Keyri
     if config.ssl is not None:
         watched.append(Certificate(config.ssl, options.ssl_certfile, options.ssl_keyfile))
     return watched
+
+
+def _pass_over_hangups(options: argparse.Namespace) -> None:
+    """Until the server runs: a SIGHUP asks for files to be read again, where there are such files or somebody
+    supervises; while it starts they have been read just now."""
+    means_files = options.keys is not None or options.ssl_certfile is not None
+    supervised = means_files or Supervisor(os.environ, os.getpid()).is_there
+    if supervised and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def test_chat_with_vllms_parameters(llm: LLM) -> None:
 
 
 def test_calls_that_mean_nothing_here_say_what_to_use(llm: LLM) -> None:
-    for name in ("collective_rpc", "apply_model", "set_tokenizer", "start_profile", "stop_profile"):
+    for name in ("collective_rpc", "apply_model", "set_tokenizer"):
         with pytest.raises(InvalidRequestError, match=name):
             getattr(llm, name)("whatever", level=1)
 

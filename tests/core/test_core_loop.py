@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import msgspec
@@ -172,10 +173,11 @@ class Unprofitable(FakeExecutor):
 
     is_profiling = False
 
-    def start_profile(self, path: str, steps: int, core_seconds: object) -> None:
+    def start_profile(self, path: str, steps: int, core_seconds: object, done: object) -> None:
         raise RuntimeError("no profiler is left")
 
-    def end_profile(self) -> None: ...
+    def end_profile(self, done: Callable[[], None]) -> None:
+        done()
 
 
 @pytest.mark.parametrize(

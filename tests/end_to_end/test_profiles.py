@@ -7,6 +7,8 @@ import gzip
 import json
 import logging
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import httpx
 import pytest
 from tiny_families import save_tiny
 
-from engine import LLM, AsyncEngine, SamplingParams
+from engine import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from engine.config import make_args
 from engine.errors import ConfigError, InvalidRequestError
 from entrypoints.server.app import create_app
@@ -86,8 +88,8 @@ def test_what_cannot_be(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         llm.start_profile(tmp_path / "file")
-    with pytest.raises(InvalidRequestError, match="at most 1000 steps of a profile"):
-        llm.start_profile(tmp_path, steps=1001)
+    with pytest.raises(InvalidRequestError, match="at most 100 steps of a profile"):
+        llm.start_profile(tmp_path, steps=101)
     llm.sleep()
     with pytest.raises(ConfigError, match="sleeps"):
         llm.start_profile(tmp_path)
@@ -107,10 +109,19 @@ def test_over_http(model: Path, tmp_path: Path) -> None:
 
     async def talk(client: httpx.AsyncClient) -> None:
         assert (await client.post("/stop_profile")).status_code == 400
-        for wrong in ({"num_steps": 0}, {"num_steps": 1001}, {"output_dir": "/"}, {"num_steps": "many"}):
+        for wrong in (
+            {"num_steps": 0},
+            {"num_steps": 101},
+            {"output_dir": "/"},
+            {"num_steps": "many"},
+            {"num_steps": True},
+        ):
             assert (await client.post("/start_profile", json=wrong)).status_code == 400, wrong
-        started = await client.post("/start_profile", json={"num_steps": 5, "activities": ["CPU"]})
-        assert started.status_code == 200, started.text
+        body = {"num_steps": 5, "activities": ["CPU"]}
+        both = await asyncio.gather(*(client.post("/start_profile", json=body) for _ in range(2)))
+        started, refused = sorted(both, key=lambda each: each.status_code)
+        assert (started.status_code, refused.status_code) == (200, 400), started.text
+        assert started.headers["x-pageloom-ignored"] == "activities"
         assert (await client.post("/start_profile")).status_code == 400
         body = {"model": "served", "prompt": [3, 5, 7], "max_tokens": 9, "ignore_eos": True}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
@@ -127,3 +138,64 @@ def test_over_http(model: Path, tmp_path: Path) -> None:
             logging.getLogger().setLevel(before)
 
     asyncio.run(run())
+
+
+def test_what_is_open_when_an_engine_ends_is_written(llm: LLM, tmp_path: Path) -> None:
+    """Sleep ends it, too, and what is told afterwards is true."""
+    llm.start_profile(tmp_path)
+    llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    llm.sleep()
+    check_files(llm.stop_profile(), 20)
+    llm.wake_up()
+    assert len(llm.stop_profile()) == 2 and not llm.stats().profiling
+    llm.start_profile(tmp_path, steps=3)
+    llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    check_files(llm.stop_profile(), 3)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "5", 101])
+def test_a_number_of_steps_that_is_none(steps: Any, model: Path, tmp_path: Path) -> None:
+    with LLM(model, **SMALL) as llm, pytest.raises(InvalidRequestError, match="num_steps"):
+        llm.start_profile(tmp_path, steps=steps)
+
+
+def test_beside_requests_that_are_under_way(llm: LLM, tmp_path: Path) -> None:
+    """What they bring is theirs."""
+    llm.llm_engine.add_request("r", PROMPT, PARAMS)
+    llm.llm_engine.step()
+    for ask in (lambda: llm.start_profile(tmp_path), llm.stop_profile):
+        with pytest.raises(ConfigError, match="between requests"):
+            ask()
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    llm.start_profile(tmp_path)
+
+
+def test_while_steps_are_ahead_that_wait_for_masks(model: Path, tmp_path: Path) -> None:
+    """The loop, which sends them, must not wait for the thread that computes."""
+    form = SamplingParams(max_tokens=200, structured_outputs=StructuredOutputsParams(regex="[a-z ]{400}"))
+
+    async def run() -> None:
+        async with AsyncEngine(make_args(model, SMALL | {"async_scheduling": True})) as engine:
+            stream = engine.generate("x", form, "r")
+            first = await anext(stream)
+            for _ in range(3):
+                await asyncio.wait_for(engine.profiles.start_async(tmp_path, 4), 60)
+                await asyncio.wait_for(engine.profiles.stop_async(), 60)
+            last = [output async for output in stream][-1]
+            assert len(last.outputs[0].token_ids) > len(first.outputs[0].token_ids)
+
+    asyncio.run(run())
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_a_process_may_end_with_a_profile_open(model: Path, tmp_path: Path) -> None:
+    """Also one that did not close its engine."""
+    script = f"""
+from engine import LLM, SamplingParams
+llm = LLM({str(model)!r}, **{SMALL!r})
+llm.start_profile({str(tmp_path)!r})
+llm.generate("x", SamplingParams(max_tokens=4), use_tqdm=False)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

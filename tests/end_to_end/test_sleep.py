@@ -4,6 +4,7 @@ with other weights of the same model."""
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import save_tiny
 
@@ -80,6 +82,26 @@ def test_it_wakes_up_as_if_nothing_had_been(
     assert tokens(llm) == expected[0]
     assert len(llm.generate("x", form, use_tqdm=False)[0].outputs[0].text) == 4, "the vocabulary is known again"
     assert llm.stats().kv_blocks_pinned > 0, "and what was pinned"
+
+
+def test_in_process_nothing_of_a_model_is_left(models: tuple[Path, Path]) -> None:
+    """Neither its weights, in any form, nor its KV cache: also where pieces were traced."""
+
+    def tensors() -> int:
+        gc.collect()
+        found = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+        return sum(each.numel() > 4096 for each in found if each.device.type == "cpu")
+
+    before = tensors()
+    with LLM(models[0], **SMALL | {"compile": "pieces"}) as llm:
+        for _ in range(2):
+            tokens(llm)
+            llm.wait_compiled()
+            tokens(llm)
+            assert tensors() > before + 4
+            llm.sleep()
+            assert tensors() <= before
+            llm.wake_up()
 
 
 def test_other_weights_take_the_place_of_those_before(

@@ -65,8 +65,7 @@ def test_nobody_is_passed_more_often_than_that() -> None:
     for name in names:
         loop.add(name, [*HEADS[0], 6], max_tokens=1)
     order = order_of(loop)
-    assert order[:MOST_PASSED] == names[:MOST_PASSED] and order[MOST_PASSED] == "cold"
-    assert order[2 * MOST_PASSED + 1] == "cold too"
+    assert order[: MOST_PASSED + 2] == [*names[:MOST_PASSED], "cold", "cold too"]
     assert [name for name in order if "warm" in name] == names
 
 
@@ -119,6 +118,32 @@ def test_who_was_preempted_is_passed_by_nobody() -> None:
     assert order_of(loop) == ["second", "warm"]
 
 
+def test_who_would_be_late_goes_before_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = warmed()
+    loop.add("runs", [70, 71, 72], max_tokens=3)
+    loop.turn()
+    loop.add("cold", [*HEADS[1], 6], max_tokens=1)
+    loop.add("warm", [*HEADS[0], 6], max_tokens=1)
+    late = loop.sequences["warm"]
+    monkeypatch.setattr(loop.scheduler._expected, "would_be_late", lambda seq: seq is late)
+    assert order_of(loop) == ["cold", "warm"]
+
+
+def test_a_pass_is_one_where_somebody_started() -> None:
+    """What does not fit is tried again and again, and has passed nobody."""
+    loop = Loop(rows=3, num_blocks=8, depth=0)
+    loop.add("before", [*HEADS[0], 5], max_tokens=1)
+    loop.run()
+    loop.add("runs", [70, 71, 72, 73, 74], max_tokens=12)
+    loop.turn()
+    loop.add("long", [*range(300, 324)], max_tokens=2)
+    loop.add("warm but long", [*HEADS[0], *range(200, 220)], max_tokens=4)
+    for _ in range(6):
+        loop.turn()
+    assert loop.sequences["long"].passed == 0 and loop.sequences["long"].status is Status.WAITING
+    loop.run()
+
+
 def test_what_does_not_fit_leaves_the_first_its_turn() -> None:
     loop = Loop(rows=3, num_blocks=8, depth=0)
     loop.add("before", [*HEADS[0], 5], max_tokens=1)
@@ -146,7 +171,7 @@ def test_prefixes_that_do_not_all_fit_are_used_while_they_are_there(monkeypatch:
         return sum(loop.cached(name) for name in loop.requests)
 
     ideal = 8 * 7 * 8
-    assert hits(1) < 0.6 * ideal < 0.9 * ideal < hits(LOOKED_AT)
+    assert hits(1) < 0.6 * ideal < 0.85 * ideal < hits(LOOKED_AT)
 
 
 def _sequence(number: int, priority: int) -> Sequence:
