@@ -114,11 +114,9 @@ def _build(
     rounds = Rounds(config.scheduler.steps_in_flight) if in_rounds(config) else None
     adapters = _adapters(config, executor, None if waits else lambda adapter: post(AdapterLoaded(adapter)))
     scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector, adapters)
-    in_flight = config.scheduler.steps_in_flight
     ends = connector.close if isinstance(connector, EngineConnector) else lambda: None
-    loop = CoreLoop(
-        scheduler, executor, in_flight, inbox, observer, grammars.set_vocabulary, reports, rounds, ends, post
-    )
+    told = grammars.set_vocabulary, reports, rounds, ends, post
+    loop = CoreLoop(scheduler, executor, config.scheduler.steps_in_flight, inbox, observer, *told)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps
         executor.watch_compilation(lambda: post(STATS_CHANGED))
