@@ -5,6 +5,7 @@ Under `LLM`, which waits for all of a batch, and under vLLM's `LLMEngine`, whose
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable
 
@@ -32,10 +33,11 @@ class _Request(msgspec.Struct):
 
 
 class Stepper:
-    """Not thread-safe."""
+    """Not thread-safe, which `step` says to who comes second."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._turning = threading.Lock()
         self._limit = session.config.scheduler.max_waiting
         self._requests: dict[str, _Request] = {}
         """that have not ended"""
@@ -65,8 +67,14 @@ class Stepper:
         self._feed()
         if not self._in_flight:
             return []
+        if not self._turning.acquire(blocking=False):
+            raise EngineError("another thread runs requests of this LLM: it is for one thread at a time")
         outputs = []
-        for name in dict.fromkeys(self._session.take_in(self._session.client.recv())):
+        try:
+            touched = self._session.take_in(self._session.client.recv())
+        finally:
+            self._turning.release()
+        for name in dict.fromkeys(touched):
             output = self._session.take(name)
             if output is None:
                 continue

@@ -128,6 +128,12 @@ ROWS: dict[str, list[tuple[str, str, str, Queries]]] = {
         ("Tokens of a step", "Prompts, generated ones, drafts", "short", quantiles("step_tokens")),
         ("Steps", "A second", "short", [(rate("engine_steps_total"), "steps")]),
         (
+            "Cores",
+            "That serve; that died; 1 while the engine sleeps",
+            "short",
+            [(now("replicas"), "serve"), (now("core_deaths_total"), "died"), (now("asleep", "max"), "asleep")],
+        ),
+        (
             "Compilation",
             "1 while pieces compile, or could not be; compilations after that are a defect",
             "short",

@@ -275,6 +275,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """and of the runner's: where a device runs behind, the time that its host takes to launch"""
     replicas: int = 1
     """cores that serve"""
+    core_deaths: int = 0
+    """of cores whose requests went on without them; counted by the front end"""
+    asleep: bool = False
+    """no core serves, on purpose"""
 
 
 class StepTaken(msgspec.Struct, frozen=True):

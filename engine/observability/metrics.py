@@ -188,6 +188,7 @@ class _CoreCollector(Collector):
             ("host_kv_blocks_cached", "Host blocks that can be found", stats.host_blocks_cached),
             ("kv_leases", "Prompts that wait for another engine to read them", stats.kv_leases),
             ("replicas", "Cores that serve", stats.replicas),
+            ("asleep", "The engine sleeps: its memory is free, and requests wait", int(stats.asleep)),
             ("compiling", "Steps run eagerly while pieces compile behind them", int(stats.compiling)),
             ("compile_failed", "Pieces could not be compiled: steps stay eager", int(stats.compile_failed)),
         )
@@ -212,6 +213,7 @@ class _CoreCollector(Collector):
             *((name, meaning, of(stats)) for name, meaning, of in _COUNTED_OF_EACH),
             ("experts_moved", "Experts that came to a replica from another while serving", stats.experts_moved),
             ("engine_steps", "Steps of the core", stats.steps),
+            ("core_deaths", "Cores that died while their requests went on", stats.core_deaths),
             ("compiles_after_ready", "Compilations after compiled pieces took over", stats.compiles_after_ready),
         )
         for name, meaning, value in gauges:

@@ -195,7 +195,9 @@ class Fleet(Generic[C]):
         if len(self.replicas) == 1 and not self._has_lost:  # at every step
             return self.replicas[0].stats
         stats = stats_of_all([replica.stats for replica in self.replicas], self._gone)
-        return stats if self.replicas else msgspec.structs.replace(stats, waiting=self._num_waiting)
+        if self.replicas:
+            return stats
+        return msgspec.structs.replace(stats, waiting=self._num_waiting, asleep=self.resting)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -290,7 +292,8 @@ class Fleet(Generic[C]):
     def _hand_over(self, replica: Replica[C], death: CoreDiedError | None = None) -> None:
         """Nobody listens to it any more."""
         self.replicas = tuple(each for each in self.replicas if each is not replica)
-        self._gone = stats_of_all([counters_of(replica.stats)], self._gone)
+        died = CoreStats(replicas=0, core_deaths=int(death is not None))
+        self._gone = stats_of_all([counters_of(replica.stats), died], self._gone)
         self._has_lost = True
         if replica is self._court:
             self._court = None

@@ -23,6 +23,7 @@ _GAUGES = frozenset(
         "compiling",
         "compile_failed",
         "profiling",
+        "asleep",
         "replicas",
     }
 )

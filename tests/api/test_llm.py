@@ -17,7 +17,7 @@ from scripted_core import EchoCore
 from engine import LLM, EngineArgs, SamplingParams
 from engine.config import EngineConfig
 from engine.core.wire import StepOutputs
-from engine.errors import CoreDiedError, InvalidRequestError, QueueFullError
+from engine.errors import CoreDiedError, EngineError, InvalidRequestError, QueueFullError
 
 TEXTS = ["the quick brown fox", "hello", "jumps over the lazy dog"]
 
@@ -268,6 +268,37 @@ def test_two_engines_live_in_one_process(tiny_model: Path) -> None:
         for thread in threads:
             thread.join(30)
     assert results["a"] == results["b"]
+
+
+class WaitingCore(EchoCore):
+    """Its third step is over when it is let go."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.waits, self.go = threading.Event(), threading.Event()
+
+    def recv(self) -> StepOutputs:
+        if self.steps == 2:
+            self.waits.set()
+            assert self.go.wait(30)
+        return super().recv()
+
+
+def test_a_second_thread_is_told_so_and_disturbs_nothing(tiny_model: Path) -> None:
+    params, found = SamplingParams(max_tokens=20), list[list[int]]()
+    with make(tiny_model, WaitingCore) as llm:
+        core = core_of(llm)
+        assert isinstance(core, WaitingCore)
+        run = threading.Thread(
+            target=lambda: found.append(llm.generate(TEXTS, params, use_tqdm=False)[2].outputs[0].token_ids)
+        )
+        run.start()
+        assert core.waits.wait(30)
+        with pytest.raises(EngineError, match="one thread at a time"):
+            llm.generate(TEXTS, params, use_tqdm=False)
+        core.go.set()
+        run.join(30)
+        assert found == [llm.generate(TEXTS, params, use_tqdm=False)[2].outputs[0].token_ids]
 
 
 def test_sizes_may_be_written_with_units(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -214,6 +215,9 @@ def test_over_http(models: tuple[Path, Path], tmp_path: Path) -> None:
                 waiting = asyncio.create_task(ask(0))
                 await asyncio.sleep(0.3)
                 assert not waiting.done()
+                metrics = (await client.get("/metrics")).text
+                for name in ("num_requests_waiting", "asleep"):
+                    assert re.search(rf"^pageloom_{name}{{.*}} 1.0$", metrics, re.MULTILINE), name
                 assert (await client.post("/wake_up", params={"tags": "weights"})).status_code == 200
                 after = await waiting
                 assert after["choices"] == before["choices"]

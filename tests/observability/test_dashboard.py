@@ -22,7 +22,6 @@ QUERIES = [(panel["title"], target["expr"], target["legendFormat"]) for panel in
 NOT_SHOWN = {
     *("pageloom_time_per_output_token_seconds", "pageloom_request_inference_time_seconds"),
     *("pageloom_request_longest_generation_tokens", "pageloom_request_params_n", "pageloom_cache_config_info"),
-    "pageloom_replicas",
     *("pageloom_kv_fetches_total", "pageloom_kv_fetch_failures_total", "pageloom_kv_fetched_bytes_total"),
     *("pageloom_kv_fetch_seconds_total", "pageloom_kv_leases", "pageloom_kv_leases_expired_total"),
     *("pageloom_kv_leases_gave_way_total", "pageloom_expert_tokens_total", "pageloom_experts_moved_total"),

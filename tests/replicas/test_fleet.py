@@ -174,7 +174,7 @@ def test_a_request_that_kills_cores_is_found_and_the_others_finish(beside: int) 
                 replica.client.dead = True
                 deaths += 1
         life.turn()
-    assert deaths == 3
+    assert deaths == 3 == life.fleet._stats().core_deaths
     assert life.ended["poison"].error_kind == "fault" and "each time" in str(life.ended["poison"].error)
     assert all(life.got[name] == tokens_of(name, life.wanted[name]) for name in names)
     life.check_nothing_is_left()
