@@ -64,8 +64,11 @@ class Expected:
         running: Sequences[Sequence],
         costs: StepCosts,
         clock: Callable[[], float] = time.monotonic,
+        rows: int = 1,
     ) -> None:
+        """`rows`: sequences that run at a time."""
         self._waiting, self._running, self._costs, self.clock = waiting, running, costs, clock
+        self._rows = rows
         self._rate = 0.0
         """tokens of prompts that were taken up in a second; 0: nobody had to wait yet"""
         self._since: float | None = None
@@ -174,6 +177,10 @@ class Expected:
         service_s = self._answer.mean * self._token_s.mean
         if rate and service_s:  # whoever runs will leave
             rate = max(rate, sum(seq.prompt_len for seq in self._running) / service_s)
+        elif service_s:  # nobody had to wait yet: many have come at once
+            prompt = self._waiting.num_tokens / len(self._waiting)
+            turns = self._before(request.tenant) / prompt - (self._rows - len(self._running)) + 1
+            return max(turns, 0.0) / self._rows * service_s
         return self._before(request.tenant) / rate if rate else 0.0
 
     def _before(self, tenant: Tenant) -> float:

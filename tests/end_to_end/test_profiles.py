@@ -37,10 +37,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[True, False], ids=["in process", "in a process of its own"])
+@pytest.fixture
 def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
-    with LLM(model, in_process=request.param, **SMALL) as llm:
+    with LLM(model, in_process=getattr(request, "param", True), **SMALL) as llm:
         yield llm
+
+
+both = pytest.mark.parametrize("llm", [True, False], ids=["in process", "in a process of its own"], indirect=True)
 
 
 def check_files(files: list[Path], steps: int) -> None:
@@ -59,6 +62,7 @@ def check_files(files: list[Path], steps: int) -> None:
         assert {"runner": "model", "core": "collect"}[thread] in spent
 
 
+@both
 def test_as_many_steps_as_are_wanted(llm: LLM, tmp_path: Path) -> None:
     llm.start_profile(tmp_path / "new" / "folder", steps=7)
     assert llm.stats().profiling
@@ -140,6 +144,7 @@ def test_over_http(model: Path, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@both
 def test_what_is_open_when_an_engine_ends_is_written(llm: LLM, tmp_path: Path) -> None:
     """Sleep ends it, too, and what is told afterwards is true."""
     llm.start_profile(tmp_path)

@@ -81,9 +81,11 @@ def test_a_server_with_a_key_says_so(tiny_server_model: Path) -> None:
 
 
 def test_the_page_of_documents_asks_no_other_host(server: Server) -> None:
+    """What it asks for lies beside it, whatever stands before its path (`--root-path`)."""
     page, *_ = ask(server, ("GET", "/docs", None))
     urls = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert len(urls) == 3 and all(url.startswith("/docs/static/") for url in urls)
+    assert len(urls) == 3 and all(url.startswith("docs/static/") for url in urls)
+    assert re.search(r"url: '([^']+)'", page.text)[1] == "openapi.json"  # type: ignore[index]
     assert "https://" not in page.text
 
 

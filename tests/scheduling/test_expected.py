@@ -48,7 +48,7 @@ class Server:
 
     def __init__(self, rows: int, queue: WaitingQueue) -> None:
         self.now, self.queue = 1000.0, queue
-        self.expected = Expected(queue, [], _costs(), lambda: self.now)
+        self.expected = Expected(queue, [], _costs(), lambda: self.now, rows)
         self.busy = [0.0] * rows
         self.started: dict[int, float] = {}
         self.number = 0
@@ -88,6 +88,23 @@ def test_where_nobody_waits_it_is_the_answer_alone() -> None:
         server.arrive(50)
         server.go_on(server.now + 2)
     assert server.expected.seconds(_request(50)) == pytest.approx(100 * DECODE_S, rel=0.01)
+
+
+def test_of_a_burst_behind_a_quiet_time_each_is_told_of_those_before_it() -> None:
+    server = Server(2, WaitingQueue())
+    for _ in range(2):
+        server.arrive(50)
+        server.go_on(server.now + 20)
+    service = 100 * DECODE_S
+    told = {}
+    for index in range(14):
+        seconds = server.expected.seconds(_request(50)) - service
+        told[server.arrive(50)] = seconds
+        assert index > 1 or seconds == 0
+    at = server.now
+    server.go_on(at + 100)
+    assert all(abs(server.started[number] - at - seconds) <= service for number, seconds in told.items())
+    assert max(told.values()) > 5 * service
 
 
 @pytest.mark.parametrize("overload", [1.5, 4.0])
