@@ -142,7 +142,7 @@ def cores() -> Callable[[], set[int]]:
     return lambda: all_cores() - others
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_streams_go_on_behind_a_sleep(
     models: tuple[Path, Path], expected: list[list[list[int]]], replicas: int, cores: Callable[[], set[int]]
 ) -> None:
