@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from engine.core.wire import StartProfile, StopProfile
-from engine.executor.interface import Executor, Profiles
+from engine.executor.interface import Executor, MakesProfiles
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ class CoreProfiles:
 
     def __init__(self, executor: Executor, changed: Callable[[], None]) -> None:
         """`changed`: called from any thread when an order has been carried out."""
-        self._executor = executor if isinstance(executor, Profiles) else None
+        self._executor = executor if isinstance(executor, MakesProfiles) else None
         self._changed = changed
         self.taken = 0
         """orders that have been carried out"""

@@ -175,7 +175,7 @@ class InProcessExecutor:
     def start_profile(
         self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]], done: Callable[[], None]
     ) -> None:
-        """See `Profiles`."""
+        """See `MakesProfiles`."""
         parts, on_gpu = self._loaded().part_times, self._config.device.kind == "cuda"
 
         def start() -> None:

@@ -87,7 +87,7 @@ class HoldsPages(Protocol):
 
 
 @runtime_checkable
-class Profiles(Protocol):
+class MakesProfiles(Protocol):
     """An executor that records its steps where it is asked to."""
 
     is_profiling: bool

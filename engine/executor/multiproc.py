@@ -33,7 +33,7 @@ from engine.executor.frames import (
     encode_message,
 )
 from engine.executor.group_adapters import GroupAdapters
-from engine.executor.interface import CompileState, Executor, HoldsAdapters, HoldsPages, Profiles
+from engine.executor.interface import CompileState, Executor, HoldsAdapters, HoldsPages, MakesProfiles
 from engine.executor.joining import named
 from engine.executor.rank import MakeExecutor
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
@@ -194,17 +194,17 @@ class MultiprocExecutor:
 
     @property
     def is_profiling(self) -> bool:
-        """See `Profiles`: rank 0's steps are recorded."""
-        return isinstance(self._local, Profiles) and self._local.is_profiling
+        """See `MakesProfiles`: rank 0's steps are recorded."""
+        return isinstance(self._local, MakesProfiles) and self._local.is_profiling
 
     def start_profile(
         self, path: str, steps: int, core_seconds: Callable[[], dict[str, float]], done: Callable[[], None]
     ) -> None:
-        assert isinstance(self._local, Profiles)
+        assert isinstance(self._local, MakesProfiles)
         self._local.start_profile(path, steps, core_seconds, done)
 
     def end_profile(self, done: Callable[[], None]) -> None:
-        assert isinstance(self._local, Profiles)
+        assert isinstance(self._local, MakesProfiles)
         self._local.end_profile(done)
 
     def adapters(self, notify: Callable[[LoRARequest], None] | None) -> AdapterLoader:

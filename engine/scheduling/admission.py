@@ -33,28 +33,21 @@ class Admission:
         self._waiting, self._running = held.waiting, held.running
         self._blocked: tuple[Sequence, int] | None = None
         """the head of the queue that did not fit, and the room there was"""
-        self._ahead: list[Sequence] = []
-        """those that were looked at last"""
         self.prompt_tokens = 0
         """of all that have started"""
 
     def admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
         while draft.budget > 0 and (seq := self.next()) is not None:
-            went_on: bool | None = False
-            for each in self._in_turn(seq):
-                went_on = self._go_on(draft, each)
-                if went_on is not False:
-                    break
-            if went_on and each is not seq:
-                self._pass(each)
+            best, passed = self._in_turn(seq)
+            went_on = self._go_on(draft, best)
+            if went_on:
+                for each in passed:
+                    each.passed += 1
+            elif went_on is False and best is not seq:
+                went_on = self._go_on(draft, seq)
             if not went_on and (self._running or not self._held.leases.give_way()):
                 return
-
-    def _pass(self, seq: Sequence) -> None:
-        """It started before those that were ahead of it."""
-        for each in self._ahead[: self._ahead.index(seq)]:
-            each.passed += 1
 
     def _go_on(self, draft: StepDraft, seq: Sequence) -> bool | None:
         """None: it failed, and nobody behind it starts in this step: it may hold anything."""
@@ -62,25 +55,24 @@ class Admission:
             return self._swap_in(draft, seq) if seq.blocks.on_host else self._start_if_room(draft, seq)
         return None
 
-    def _in_turn(self, first: Sequence) -> list[Sequence]:
-        """Who finds more in the prefix cache than the first that waits, if that is new and others are, too; and that
-        one, where there is no room for it."""
+    def _in_turn(self, first: Sequence) -> tuple[Sequence, list[Sequence]]:
+        """Who finds more in the prefix cache than the first that waits, if that is new and others are, too, and those
+        whom it would pass; else the first."""
         looks = len(self._waiting) > 1 and self._kv.pool.enable_prefix_caching
         if not looks or not _is_new(first) or self._is_blocked(first, self._held.room):
-            return [first]
-        best, most = first, 0
-        self._ahead = self._waiting.ahead(LOOKED_AT)
-        for seq in self._ahead:
+            return first, []
+        ahead, best, most = self._waiting.ahead(LOOKED_AT), 0, 0
+        for index, seq in enumerate(ahead):
             try:
                 more = self._cached_beyond(seq, most)
             except Exception as error:
                 self._held.failures.note(seq, error)
-                return [first]
+                return first, []
             if more and not self._expected.would_be_late(seq):
-                best, most = seq, most + more
+                best, most = index, most + more
             if seq.passed >= MOST_PASSED or seq.cached_tokens is not None:
                 break
-        return [first] if best is first or not self._is_found(best) else [best, first]
+        return (ahead[best], ahead[:best]) if best and self._is_found(ahead[best]) else (first, [])
 
     def _cached_beyond(self, seq: Sequence, begin: int) -> int:
         """Of its blocks from `begin` on, those that the prefix cache has; what comes before is not looked up."""
