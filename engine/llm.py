@@ -148,10 +148,11 @@ class LLM(PooledCalls, NotHere):
         session.begin_anew()
         self.config = session.config = config
 
-    def start_profile(self, directory: str | PathLike[str] = "profiles", steps: int | None = None) -> None:
-        """Record the next steps of the model: torch's trace of them, and a table of where their time goes. At most
-        `steps`; None: as many as the limit `profile_steps`. Raises `ConfigError` and `InvalidRequestError`."""
-        self._idle().profiles.start(directory, steps)
+    def start_profile(self, directory: str | PathLike[str] | None = None, steps: int | None = None) -> None:
+        """Record the next steps of the model in `directory` (`profiles`): torch's trace of them, and a table of where
+        their time goes. At most `steps`; None: as many as the limit `profile_steps`. Raises `ConfigError` and
+        `InvalidRequestError`."""
+        self._idle().profiles.start(directory or "profiles", steps)
 
     def stop_profile(self) -> list[Path]:
         """The profile's files; what has been recorded has been written then. Raises `ConfigError` where nothing was,

@@ -3,9 +3,10 @@ the same model are served from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from engine.config import EngineArgs, EngineConfig
@@ -57,15 +58,15 @@ def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig
         raise ConfigError(f"{path}: its tokenizer.json is another one: only weights may differ")
     names = {"tokenizer": config.model.tokenizer, "served_model_name": config.model.served_name}
     found, new = resolve_with_plan(replace(args, model=path, revision=None, download_dir=None, **names))
-    differing = [name for name in _OF_THE_MODEL if _differ(found, model, name)]
+    differing = [each for name in _OF_THE_MODEL for each in _differing(getattr(found, name), getattr(model, name), name)]
     if model.spec is None and _shape(found.hf_config) != _shape(model.hf_config):
         differing.append("config.json")
     if differing:
-        raise ConfigError(f"{path}: this is another model ({', '.join(differing)}): only its weights may differ")
+        named = ", ".join(dict.fromkeys(differing))
+        raise ConfigError(f"{path}: this is another model ({named}): only its weights may differ")
     expected = replace(config, model=replace(config.model, path=new.model.path))
-    if new != expected:
-        differing = [each.name for each in fields(new) if _differ(new, expected, each.name)]
-        raise ConfigError(f"{path}: with it other settings would be chosen ({', '.join(differing)})")
+    if differing := list(_differing(new, expected)):
+        raise ConfigError(f"{path}: with it other settings would be chosen ({', '.join(dict.fromkeys(differing))})")
     return new
 
 
@@ -79,5 +80,13 @@ def _shape(config: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in config.items() if name not in _OF_A_FILE}
 
 
-def _differ(one: object, other: object, name: str) -> bool:
-    return bool(getattr(one, name) != getattr(other, name))
+def _differing(one: object, other: object, name: str = "") -> Iterator[str]:
+    """The innermost fields of structs, and of tuples of them, in which they differ."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for mine, theirs in zip(one, other, strict=True):
+            yield from _differing(mine, theirs, name)
+    elif isinstance(one, Struct) and type(one) is type(other):
+        for each in fields(one):
+            yield from _differing(getattr(one, each.name), getattr(other, each.name), f"{name}.{each.name}".strip("."))
+    elif one != other:
+        yield name

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 PREFIX = "PAGELOOM_"
 _OTHERS = frozenset({"config", "help", "version"})
 _MOST_BYTES = 1024 * 1024
+_NEARLY = 0.85
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -52,19 +54,26 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
         found = yaml.safe_load(text) if len(text) <= _MOST_BYTES else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         parser.error(f"--config: cannot read {file}: {' '.join(str(error).split())}")
+    if found is None and len(text) <= _MOST_BYTES:  # nothing, or comments alone
+        return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         parser.error(f"--config: {file} must hold names of options, each with its value")
     return {name.replace("_", "-").removeprefix("--"): value for name, value in found.items()}
 
 
 def _of(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Variables that are named like an option. Others are not ours: of a service that is called pageloom, Kubernetes
-    tells every container PAGELOOM_PORT=tcp://… and the like."""
+    """Variables that are named like an option and say something. Others are not ours: of a service that is called
+    pageloom, Kubernetes tells every container PAGELOOM_PORT=tcp://… and the like. One that is nearly named like an
+    option is told of."""
     found: dict[str, Any] = {}
     for variable, text in sorted(environment.items()):
         name = variable.removeprefix(PREFIX).lower().replace("_", "-")
-        if variable.startswith(PREFIX) and _action(parser, name) is not None and "://" not in text[:6]:
+        if not variable.startswith(PREFIX) or not text or "://" in text[:6]:
+            continue
+        if _action(parser, name) is not None:
             found[name] = text
+        elif close := _close(parser, name, _NEARLY):
+            print(f"{variable} is no option; is it {PREFIX}{close.upper().replace('-', '_')}?", file=sys.stderr)
     found.pop("api-key", None)  # who takes it removes it, too
     return found
 
@@ -73,14 +82,19 @@ def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | Non
     return None if name in _OTHERS else parser._option_string_actions.get(f"--{name}")
 
 
+def _close(parser: argparse.ArgumentParser, name: str, ratio: float = 0.6) -> str:
+    """The option that is spelled most alike, or nothing."""
+    known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
+    return next(iter(difflib.get_close_matches(name, known, 1, ratio)), "")
+
+
 def _arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: str) -> list[str]:
     arguments: list[str] = []
     for name, value in values.items():
         action = _action(parser, name)
         if action is None:
-            known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; is it {close[0]}?" if close else ""
+            close = _close(parser, name)
+            hint = f"; is it {close}?" if close else ""
             parser.error(f"{source}: there is no option {name}{hint}")
         if value is not None:
             arguments += _spelled(parser, action, name, value, source)

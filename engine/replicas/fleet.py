@@ -223,7 +223,7 @@ class Fleet(Generic[C]):
         self._waiting = [name for name in self._waiting if self._deliveries.left(name)]
         waiting = self._num_waiting
         if waiting + len(message.request_ids) > self._most_waiting:
-            raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._most_waiting})")
+            raise QueueFullError(f"{waiting} sequences wait for a replica, of {self._most_waiting} (--max-waiting + --max-num-seqs)")
         self._deliveries.add(message, None)
         self._waiting.append(message.request_id)
         if not self.replicas:

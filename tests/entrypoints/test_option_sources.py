@@ -73,6 +73,8 @@ def test_the_command_line_comes_before_the_environment_and_that_before_the_file(
         ("PAGELOOM_SERVICE_HOST", "10.0.0.7", "host", "127.0.0.1"),
         ("PAGELOOM_API_KEY", "secret", "api_key", None),
         ("PAGELOOM_CONFIG", "nowhere", "config", None),
+        ("PAGELOOM_PORT", "", "port", 8000),
+        ("PAGELOOM_SEED", "", "seed", None),
     ],
 )
 def test_variables(variable: str, text: str, name: str, value: Any) -> None:
@@ -87,7 +89,7 @@ def test_variables(variable: str, text: str, name: str, value: Any) -> None:
         ("strict-fields: maybe", "strict-fields must be true or false, got 'maybe'"),
         ("- port", "must hold names of options"),
         ("1: 2", "must hold names of options"),
-        ("", "must hold names of options"),
+        ("''", "must hold names of options"),
         ("a: [", "cannot read"),
         ("config: other.yaml", "there is no option config"),
         ("a: &x [*x]", "there is no option a"),
@@ -98,6 +100,16 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         parsed(config(tmp_path, text))
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "# max-model-len: 4096\n", "---\n"])
+def test_a_file_may_say_nothing(tmp_path: Path, text: str) -> None:
+    assert vars(parsed(config(tmp_path, text)))["port"] == 8000
+
+
+def test_a_variable_that_is_nearly_an_option_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    parsed(environment={"PAGELOOM_MAX_MODEL_LENGTH": "5", "PAGELOOM_SERVICE_PORT": "80", "PAGELOOM_PORT_80_TCP": "x"})
+    assert capsys.readouterr().err == "PAGELOOM_MAX_MODEL_LENGTH is no option; is it PAGELOOM_MAX_MODEL_LEN?\n"
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
