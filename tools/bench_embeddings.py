@@ -2,14 +2,14 @@
 
 Makes a random model of a known shape (fewer layers than the original have, which changes no ratio between two that
 compute all of them), and asks `engine-serve` for the embeddings of a batch of texts through /v1/embeddings, in
-alternation with `SentenceTransformer.encode` of the same batch in each of its dtypes. Tokens per second are those of
-the texts: padding does not count. The ratio is that of the medians, to the dtype in which sentence-transformers is
-fastest. `cpu_ratio` is the same of the CPU time that either takes, its server and front end included: what other
-processes take from a busy machine does not show in it. sentence-transformers must be importable; it is no dependency
-of this project.
+alternation with `SentenceTransformer.encode` of the same batch in each of its dtypes (float32 among them). Tokens per
+second are those of the texts: padding does not count. The ratio is that of the medians, to the dtype in which
+sentence-transformers is fastest. `cpu_ratio` is the same of the CPU time that either takes, its server and front end
+included: what other processes take from a busy machine does not show in it. sentence-transformers must be importable;
+it is no dependency of this project.
 
     python tools/bench_embeddings.py [--shape qwen3,bert] [--layers 4] [--batch 64] [--lengths 16-256]
-        [--rounds 7] [--threads 2]
+        [--rounds 7] [--threads 2] [--peer-dtypes float32,bfloat16]
 """
 
 from __future__ import annotations
@@ -118,15 +118,14 @@ class Server:
         return np.array([each["embedding"] for each in reply["data"]], dtype=np.float32)
 
 
-def peers(model: Path, threads: int) -> dict[str, Any]:
+def peers(model: Path, threads: int, names: str) -> dict[str, Any]:
     import torch
     from sentence_transformers import SentenceTransformer
 
     torch.set_num_threads(threads)
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return {
-        name: SentenceTransformer(str(model), device="cpu", model_kwargs={"dtype": dtype})
-        for name, dtype in dtypes.items()
+        name: SentenceTransformer(str(model), device="cpu", model_kwargs={"dtype": getattr(torch, name)})
+        for name in names.split(",")
     }
 
 
@@ -147,7 +146,7 @@ def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
         server = Server(path, ["--dtype", args.dtype, "--threads", str(args.threads), "--max-model-len", "512"])
         try:
             ours = server.embed(texts[0])
-            others = peers(path, args.threads)
+            others = peers(path, args.threads, args.peer_dtypes)
             theirs = others["float32"].encode(texts[0], batch_size=args.batch)
             seconds: dict[str, list[tuple[float, float]]] = {"ours": [], **{name: [] for name in others}}
             for batch in texts[1:]:
@@ -192,6 +191,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="16-256", help="tokens of the shortest and the longest text")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", help="ours")
+    parser.add_argument("--peer-dtypes", default="float32,bfloat16", help="theirs; on a CPU without bf16 it is slow")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of either")
     args = parser.parse_args()
     print(json.dumps([measure(shape, args) for shape in args.shape.split(",")], indent=1))

@@ -276,9 +276,18 @@ def test_a_gpu_is_timed_by_events_of_its_stream() -> None:
             clock.read([5])
 
 
+def test_sixteen_bits_are_multiplied_as_float32_where_that_is_faster(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"float32": 9.0, "bfloat16": 1.0, "int8": 30.0}
+    monkeypatch.setattr(profile_device, "_multiply_rate", lambda name, device: rates[name])
+    found = profile_device.measure_ceilings(torch.device("cpu"), 1, 1 << 20, {"bfloat16", "int8"}, cache)
+    assert found.ops_per_s == {"bfloat16": 9.0, "int8": 30.0}
+
+
 def test_ceilings_are_the_best_of_several_ways(cache: Path) -> None:
     found = profile_device.measure_ceilings(torch.device("cpu"), 1, 1 << 20, {"float32", "bfloat16", "int8"}, cache)
-    assert found.ops_per_s["int8"] >= found.ops_per_s["bfloat16"] > 0
+    assert found.ops_per_s["int8"] >= found.ops_per_s["bfloat16"] >= found.ops_per_s["float32"] > 0
     assert found.read_bytes_per_s > 1e8 and found.main_memory_bytes_per_s > 1e8
     slower = Ceilings(read_bytes_per_s=1.0, main_memory_bytes_per_s=1e15, ops_per_s={**found.ops_per_s, "int8": 1e15})
     best = profile_device.best_of(slower, found)
