@@ -58,7 +58,9 @@ def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig
         raise ConfigError(f"{path}: its tokenizer.json is another one: only weights may differ")
     names = {"tokenizer": config.model.tokenizer, "served_model_name": config.model.served_name}
     found, new = resolve_with_plan(replace(args, model=path, revision=None, download_dir=None, **names))
-    differing = [each for name in _OF_THE_MODEL for each in _differing(getattr(found, name), getattr(model, name), name)]
+    differing = [
+        each for name in _OF_THE_MODEL for each in _differing(getattr(found, name), getattr(model, name), name)
+    ]
     if model.spec is None and _shape(found.hf_config) != _shape(model.hf_config):
         differing.append("config.json")
     if differing:

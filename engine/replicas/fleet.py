@@ -223,7 +223,8 @@ class Fleet(Generic[C]):
         self._waiting = [name for name in self._waiting if self._deliveries.left(name)]
         waiting = self._num_waiting
         if waiting + len(message.request_ids) > self._most_waiting:
-            raise QueueFullError(f"{waiting} sequences wait for a replica, of {self._most_waiting} (--max-waiting + --max-num-seqs)")
+            limit = f"{self._most_waiting} (--max-waiting + --max-num-seqs)"
+            raise QueueFullError(f"{waiting} sequences wait for a replica, of {limit}")
         self._deliveries.add(message, None)
         self._waiting.append(message.request_id)
         if not self.replicas:

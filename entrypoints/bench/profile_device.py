@@ -77,7 +77,8 @@ def measure_ceilings(
 def _products(device: torch.device, dtypes: set[str]) -> dict[str, float]:
     """A product of narrower numbers is at least as fast as one of wider numbers, whatever the library makes of it: a
     CPU that has none of 16 bits (AVX2) computes them as float32."""
-    measured = {name: _multiply_rate(name, device) for name in {*dtypes, *(["float32"] if device.type == "cpu" else [])}}
+    wanted = dtypes | {"float32"} if device.type == "cpu" else dtypes
+    measured = {name: _multiply_rate(name, device) for name in wanted}
     rates: dict[str, float] = {}
     for name in dtypes:
         wider = [rate for other, rate in measured.items() if _BITS.get(other, 0) > _BITS.get(name, 32)]
