@@ -52,20 +52,36 @@ class Process:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
                     return
             except httpx.HTTPError:
-                time.sleep(0.1)
+                pass
+            time.sleep(0.05)
         raise TimeoutError(f"{self._arguments} is not ready")
 
     def core(self) -> int:
         """Its core's process, or its own."""
-        children = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
-        return int(children[0]) if children else self.popen.pid
+        return next(iter(self._children()), self.popen.pid)
+
+    def _children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.popen.pid}/task").glob("*/children")
+        return sorted(int(child) for task in tasks for child in task.read_text().split())
 
     def kill(self, core: bool) -> None:
-        os.kill(self.core() if core else self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
+        """Returns when it serves again: its core, which it starts anew, or all of it."""
+        if core:
+            before = self._children()
+            os.kill(before[0], signal.SIGKILL)
+            deadline = time.monotonic() + 120
+            while before[0] in (now := self._children()) or len(now) < len(before):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{self._arguments} started no core")
+                time.sleep(0.05)
+        else:
+            self.popen.kill()
+            self.popen.wait()
+            self.start()
+        self.wait_ready()
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", timeout=5).text
@@ -145,6 +161,7 @@ class Chaos:
         self.random, self.counts = random, Counter[str]()
         self.settled, self.fetched, self.failed = 0, 0.0, 0.0
         shared = [model, "--compile", "none", "--threads", "1", "--max-model-len", "512", *LIMITS]
+        shared += ["--core-restarts", "100"]
         shared += ["--dtype", "float32"]  # in bf16 near ties fall otherwise where the last tokens are computed alone
         if nixl:
             shared += ["--kv-transfer-config", '{"kv_connector_extra_config": {"backends": ["UCX"]}}']
@@ -180,8 +197,6 @@ class Chaos:
                 self.clients.decode_lives = False
                 self.clients.decode_lost += 1
             server.kill(core)
-            server.start()
-            server.wait_ready()
             self.clients.decode_lives = True
         self.counts[mode] += 1
 

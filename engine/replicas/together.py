@@ -20,6 +20,7 @@ _GAUGES = frozenset(
         "host_blocks_total",
         "host_blocks_used",
         "host_blocks_cached",
+        "kv_leases",
         "compiling",
         "compile_failed",
         "profiling",

@@ -9,13 +9,14 @@ from exposition import Page
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import CacheConfig
 from engine.core.wire import CoreReady, CoreStats
 from engine.observability.histograms import PER_TOKEN_S, WeightedHistogram, up_to
 from engine.observability.metrics import EngineMetrics
 from engine.observability.timings import RequestTimings
-from engine.replicas.together import stats_of_all
+from engine.replicas.together import counters_of, stats_of_all
 from engine.request import RequestMetrics
 
 
@@ -87,6 +88,22 @@ def test_what_the_experts_of_each_replica_computed_is_shown_and_their_sum() -> N
     assert 'pageloom_experts_moved_total{model_name="m"} 2.0' in shown
     for place, tokens in ((0, 5), (2, 7)):
         assert f'pageloom_replica_expert_tokens_total{{engine="{place}",model_name="m"}} {tokens}.0' in shown
+
+
+def test_of_a_core_that_died_only_what_it_counted_remains() -> None:
+    numbers = {name: 1 for name, kind in CoreStats.__annotations__.items() if kind in ("int", "float")}
+    held = CoreStats(**numbers, compiling=True, compile_failed=True, asleep=True, accepted_at=[1])
+    died, new = _metrics(), _metrics()
+    died.stats, new.stats = stats_of_all([CoreStats()], counters_of(held)), CoreStats()
+    shown, expected = (
+        {family.name: family for family in text_string_to_metric_families(each.render().decode())}
+        for each in (died, new)
+    )
+    for name, family in shown.items():
+        if family.type == "gauge" and not name.endswith("_created"):
+            assert family.samples == expected[name].samples, name
+    for name in ("engine_steps", "kv_leases_expired", "kv_blocks_swapped_in"):
+        assert [each.value for each in shown[f"pageloom_{name}"].samples] == [1.0]
 
 
 def test_a_vector_is_no_answer_of_no_tokens() -> None:
