@@ -43,7 +43,7 @@ async def drop(engine: AsyncEngine, bomb: StructuredOutputsParams) -> str:
     return "served"
 
 
-@pytest.mark.parametrize(("backend", "least_served"), [("llguidance", 30), ("xgrammar", 20)])
+@pytest.mark.parametrize(("backend", "least_served"), [("llguidance", 20), ("xgrammar", 15)])
 def test_each_is_refused_by_name_or_served_and_streams_beside_them_notice_nothing(
     tmp_path: Path, backend: Literal["llguidance", "xgrammar"], least_served: int
 ) -> None:
@@ -72,6 +72,7 @@ def test_each_is_refused_by_name_or_served_and_streams_beside_them_notice_nothin
 
     ends = asyncio.run(go())
     assert len(ends) >= 60
+    # A slow machine refuses some that a fast one serves: the time of one grammar is bounded.
     assert sum(end == "served" for end in ends.values()) >= least_served
     wrong = {
         n: e for n, e in ends.items() if e != "served" and not (e.startswith("structured_outputs") and len(e) < 700)
