@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 
 Version = tuple[int, int]
+
+
+def driver_is_there() -> bool:
+    """The library that torch loads for any GPU is on this machine. Asks no torch."""
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    return False
 
 
 def driver_version() -> Version | None:

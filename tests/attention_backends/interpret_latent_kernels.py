@@ -73,9 +73,14 @@ def check_nan_stays_in_its_sequence() -> None:
 
 
 def main() -> None:
+    """All that differs with the dtype is how values are rounded, and float32 tells most: by default float16 is asked
+    less."""
     quicken()
-    for dtype in (torch.float16, torch.float32):
+    exhaustive = "exhaustive" in sys.argv
+    for dtype in (torch.float32, torch.float16):
         check(f"{dtype} mixed", LatentCase(MIXED, dtype=dtype))
+        if dtype == torch.float16 and not exhaustive:
+            break
         check(f"{dtype} one split", LatentCase(MIXED, dtype=dtype, apart=64, block_size=32), processors=1)
         check(f"{dtype} window", LatentCase(MIXED, dtype=dtype, window=21, num_heads=5))
         check(f"{dtype} decode", LatentCase([(1, 300), (1, 1), (1, 95)], dtype=dtype, num_heads=16, seed=4))

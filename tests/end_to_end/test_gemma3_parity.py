@@ -11,8 +11,8 @@ from oracle import GreedyOracle, first_difference
 from engine import LLM, SamplingParams
 from engine.models.description import describe
 
-COUNT = 12
-LENGTHS = (640, 40)
+COUNT = 8
+LENGTHS = (540, 40)
 
 
 @pytest.mark.slow

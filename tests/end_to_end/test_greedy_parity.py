@@ -108,7 +108,7 @@ class Size:
 
 
 WHOLE = Size(prompts=12, longest=300, count=COUNT, max_len=512, small_pool=30 << 20)
-FEWER = Size(prompts=8, longest=150, count=24, max_len=256, small_pool=15 << 20)
+FEWER = Size(prompts=7, longest=100, count=16, max_len=256, small_pool=15 << 20)
 """by default; longer sequences in more blocks are the tiny families'"""
 
 

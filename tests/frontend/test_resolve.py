@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -283,6 +285,16 @@ def test_this_machine_has_a_core_and_memory() -> None:
     assert here.physical_cores >= 1
     assert here.memory_bytes > 2**28
     assert here.cuda == ()
+
+
+def test_a_machine_without_a_driver_is_read_without_torch() -> None:
+    code = (
+        "import sys, engine.machine as machine\n"
+        "machine.driver_is_there = lambda: False\n"
+        "print(machine.probe_machine().cuda, 'torch' in sys.modules)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert printed.stdout.split() == ["()", "False"]
 
 
 def test_quantization_follows_the_checkpoint_unless_set(model: ModelDescription) -> None:

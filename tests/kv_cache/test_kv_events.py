@@ -56,7 +56,7 @@ class FollowedMachine(KVCacheMachine):
 @pytest.mark.timeout(900)
 def test_a_copy_that_knows_only_events_equals_the_index(pytestconfig: pytest.Config) -> None:
     done = Counter[str]()
-    wanted = 60_000 if pytestconfig.getoption("exhaustive") else 6_000
+    wanted = 60_000 if pytestconfig.getoption("exhaustive") else 3_000
     while done["append"] + done["free"] + done["reuse"] + done["tell"] < wanted:
         run_state_machine_as_test(seed(done.total())(lambda: FollowedMachine(done, keeps_events=True)), settings=FEW)
     assert all(map(done.get, TOLD)), f"not every rare case was met: {sorted(done.items())}"

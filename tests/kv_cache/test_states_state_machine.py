@@ -332,7 +332,7 @@ FEW = settings(max_examples=60, stateful_step_count=60)
 @pytest.mark.timeout(900)
 def test_states_are_what_their_tokens_made(pytestconfig: pytest.Config) -> None:
     done = Counter[str]()
-    wanted = 100_000 if pytestconfig.getoption("exhaustive") else 4_000
+    wanted = 100_000 if pytestconfig.getoption("exhaustive") else 2_000
     while done["append"] < wanted:
         run_state_machine_as_test(seed(done.total())(lambda: States(done)), settings=FEW)
     assert all(map(done.get, WANTED)), f"not every case was met: {sorted(done.items())}"

@@ -180,6 +180,7 @@ def _torch(machine: Machine) -> list[tuple[Any, str, Any]]:
 def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
     import compilation.model as model
     from attention_backends import cuda, cuda_build, toolchain
+    from engine import machine as probed
     from engine.models.product_kernels import device
     from engine.runner import preflight
     from engine.sampling.kernels.device import TritonKernels
@@ -210,6 +211,7 @@ def _kernels(machine: Machine, inductor: bool) -> list[tuple[Any, str, Any]]:
     return [
         *kernels.interpreted_launches(machine),
         (cuda_build, "_compile", kernels.emulated_library),
+        (probed, "driver_is_there", active),
         (preflight, "PROBES", replace(preflight.PROBES, nvcc=lambda device, cache_dir: None)),
         rows,
         sampling,

@@ -123,6 +123,7 @@ def test_a_machine_whose_driver_is_too_old_says_so_where_a_gpu_was_wanted(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch finds no device then, and does not say why."""
+    monkeypatch.setattr(machine, "driver_is_there", lambda: True)
     monkeypatch.setattr(machine, "_cuda_devices", lambda: ())
     monkeypatch.setattr(machine, "driver_version", lambda: (12, 4))
     monkeypatch.setattr(machine, "runtime_version", lambda: (13, 0))
