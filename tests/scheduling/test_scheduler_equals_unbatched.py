@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from replaying_executor import states_of
 from scheduler_loop import Loop
@@ -214,6 +214,7 @@ def _serve(loop: Loop, work: list[Job]) -> None:
     raise AssertionError("requests starve")
 
 
+@settings(max_examples=2 * settings.default.max_examples)
 @given(loop=loops(), work=jobs())
 @pytest.mark.timeout(1500)
 def test_every_request_gets_the_tokens_it_would_get_alone(loop: Loop, work: list[Job]) -> None:
