@@ -33,8 +33,8 @@ _PATIENCE_S = 20.0
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _TEXTS = (".json", ".jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 _WEIGHTS = ".safetensors"
-_POOLING = re.compile(r"\d+_Pooling/config\.json")
-"""how sentence-transformers calls the one file below the root that is read"""
+_MODULES = re.compile(r"\d+_(Pooling/config\.json|Dense/(config\.json|model\.safetensors))")
+"""how sentence-transformers calls the files below the root that are read"""
 _QUANTIZED = {"int8": 0.55, "int4": 0.33, "fp8": 0.55}
 """of bfloat16's bytes, about"""
 
@@ -124,7 +124,8 @@ def offered(name: HubName, *, revision: str | None, cache_dir: str | None) -> li
 
 
 def weights_of(files: Sequence[HubFile]) -> list[HubFile]:
-    return [each for each in files if each.name.endswith((_WEIGHTS, ".gguf"))]
+    """Of the model itself, without layers behind it."""
+    return [each for each in files if each.name.endswith((_WEIGHTS, ".gguf")) and not _MODULES.fullmatch(each.name)]
 
 
 def beginning_of(name: HubName, file: HubFile, num_bytes: int, *, revision: str | None) -> bytes:
@@ -185,7 +186,7 @@ def _tell_of_no_hub(repo: str, reason: str) -> None:
 
 
 def _is_read(name: str) -> bool:
-    return "/" not in name or _POOLING.fullmatch(name) is not None
+    return "/" not in name or _MODULES.fullmatch(name) is not None
 
 
 def _kept(repo: str, revision: str, cache_dir: str | None) -> list[HubFile]:
@@ -221,13 +222,13 @@ def _brought(repo: str, revision: str | None, cache_dir: str | None, wanted: Seq
 
 def _wanted(name: HubName, listed: list[HubFile], *, with_weights: bool) -> list[HubFile]:
     """A GGUF file alone, or texts and safetensors."""
-    texts = [each for each in listed if each.name.endswith(_TEXTS)]
+    texts = [each for each in listed if each.name.endswith(_TEXTS) or _MODULES.fullmatch(each.name)]
     if not with_weights:
         if not texts:
             raise ConfigError(f"{name.repo} has no tokenizer")
         return texts
     quantized = [each for each in listed if each.name.endswith(".gguf")]
-    weights = [each for each in listed if each.name.endswith(_WEIGHTS)]
+    weights = [each for each in listed if each.name.endswith(_WEIGHTS) and each not in texts]
     if any(each.name.startswith("model") for each in weights):  # others are the same weights, in their makers' form
         weights = [each for each in weights if each.name.startswith("model")]
     if name.file is None and name.quant is None and weights:

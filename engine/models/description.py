@@ -19,6 +19,7 @@ from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_
 from engine.models.gguf_header import read_gguf_header
 from engine.models.heads import HeadSpec, head_of, with_token_ids
 from engine.models.json_file import read_json_object, shown
+from engine.models.mixers import MixerSpec
 from engine.models.pooling import PoolingDefaults, pooling_of, pooling_of_gguf
 from engine.models.quantization import StoredFormat, native_only, stored_format
 from engine.models.spec import DecoderSpec
@@ -151,6 +152,8 @@ def _computed(
             spec = family.spec(config if needs_head else {**config, "tie_word_embeddings": True})
             if generates and not spec.causal:
                 raise UnsupportedModelError("attention looks both ways, and such a model generates nothing")
+            if not spec.causal and not all(isinstance(layer.mixer, MixerSpec) for layer in spec.layers):
+                raise UnsupportedModelError("is_causal false is not supported where layers have states: they look back")
             spec = msgspec.structs.replace(spec, head=head)
             return spec, spec.facts, generates
         except UnsupportedModelError as error:

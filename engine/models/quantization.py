@@ -51,6 +51,8 @@ _TORCHAO = (
     "Int4WeightOnlyConfig",
 )
 _TORCHAO_PACKINGS = {"int4_packing_format": "plain", "intx_packing_format": "unpacked_to_int8"}
+_ROUND_KERNELS = frozenset({"auto_round", "exllamav2", "triton"})
+"""what AutoRound's `packing_format` names beside a packer: its own format, and who was to compute with it"""
 _STRATEGIES = {"int": ("tensor", "channel", "group"), "float": ("tensor", "channel", "block", "group", "tensor_group")}
 _LARGEST_GROUP = 2**20
 
@@ -142,16 +144,19 @@ def _awq(method: str, entries: Entries, version: object) -> StoredFormat:
 
 
 def _auto_round(entries: Entries) -> StoredFormat:
-    packing = entries.get("packing_format") or entries.get("backend") or "auto_round:auto_gptq"
-    kind = packing.lower().removeprefix("auto_round:") if isinstance(packing, str) else packing
-    if kind in ("auto_gptq", "gptq", "gptqmodel", "auto_round", "auto", "gptq_v2"):
-        data_type = entries.get("data_type", "int")
-        if data_type != "int":
-            raise _unsupported("auto-round", "data_type", data_type, "int is")
-        return _gptq("auto-round", entries, "gptq_v2" if kind == "gptq_v2" else "gptq")
-    if kind in ("auto_awq", "awq"):
+    """The packer that a file names decides: AutoGPTQ's stores zero points less one, AutoRound's own as they are."""
+    packing = entries.get("packing_format") or entries.get("backend")
+    if packing in (None, "auto"):
+        packing = "auto_round:auto_gptq"
+    packers = set(packing.lower().split(":")) - _ROUND_KERNELS if isinstance(packing, str) else {""}
+    if packers <= {"auto_awq", "awq"} and packers:
         return _awq("auto-round", entries, "gemm")
-    raise _unsupported("auto-round", "packing_format", packing, "auto_gptq and auto_awq are")
+    if not packers <= {"auto_gptq", "gptq", "gptqmodel", "gptq_v2"} or len(packers) > 1:
+        raise _unsupported("auto-round", "packing_format", packing, "auto_round, auto_gptq, gptqmodel and auto_awq are")
+    data_type = entries.get("data_type", "int")
+    if data_type != "int":
+        raise _unsupported("auto-round", "data_type", data_type, "int is")
+    return _gptq("auto-round", entries, "gptq" if packers & {"auto_gptq", "gptq"} else "gptq_v2")
 
 
 def _fp8(method: str, entries: Entries) -> StoredFormat:

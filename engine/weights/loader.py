@@ -49,6 +49,8 @@ _STACKED = ".experts.gate_up_proj"
 _EMBEDDING = "embed_tokens.weight"
 _DUMMY_STD = 0.02
 _NAMES_SHOWN = 5
+_MTP_PARTS = "layers|block|emb_norm|hidden_norm|linear_proj"
+"""of layers that predict further tokens, behind mtp_: Ernie's are the last four"""
 
 
 def load_weights(
@@ -149,7 +151,7 @@ def _left_out(family: Family, spec: DecoderSpec) -> re.Pattern[str]:
         endings.append(rf"(layers|blk)\.({'|'.join(sharing)})\.{theirs}\.")
     if family.predicts_more:
         model = f"({re.escape(family.prefix)})?"
-        endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_layers|mtp)\.")
+        endings.append(rf"^(({model}layers|blk)\.{spec.num_layers}|{model}mtp_({_MTP_PARTS})|mtp)\.")
     if family.wrapper is not None:
         endings += [f"^{re.escape(prefix)}" for prefix in family.wrapper.others]
     return re.compile("|".join(endings) if endings else "$^")
@@ -269,10 +271,21 @@ def _check(
             raise WeightsError(f"{source.file_of(name)}: tensor {name} has shape {found[name]}, expected {shape}")
     tied = {"lm_head.weight"} if model.spec.tie_embeddings else set()
     extra = [name for name in found if name not in expected and name not in tied and not name.endswith(_COMPUTED)]
+    extra = [name for name in extra if not _is_zero_bias(source, found, name)]
     if extra:
         raise WeightsError(
             f"{source.file_of(extra[0])}: {_some(extra)} not part of a {model.spec.family} model with this config"
         )
+
+
+def _is_zero_bias(source: WeightSource, found: Mapping[str, tuple[int, ...]], name: str) -> bool:
+    """AutoGPTQ wrote one for every matrix."""
+    module, _, kind = name.rpartition(".")
+    if kind != "bias" or found[name] != found.get(f"{module}.weight", ())[:1]:
+        return False
+    bias = torch.empty(found[name])
+    source.read_into(name, bias)
+    return not bias.any()
 
 
 def _check_tied_copy(model: Decoder, source: WeightSource, rows: Mapping[str, Rows]) -> None:

@@ -10,20 +10,22 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import WeightsError
+from engine.weights.checkpoint_files import checkpoint_files, indexed_files
 from engine.weights.stored_matrices import Header
 
 _MOST_INTEGERS = 1024
 
 
 class CheckpointHeaders:
-    """Of every file with a name in .safetensors. Raises WeightsError for files that cannot be read."""
+    """Of the files that the loader reads. Raises WeightsError for files that cannot be read."""
 
     def __init__(self, directory: str) -> None:
         self.headers: dict[str, Header] = {}
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
-        for path in sorted(Path(directory).glob("*.safetensors")):
-            file = str(path)
+        where = Path(directory)
+        for each in checkpoint_files(where, indexed_files(where)):
+            file = str(where / each)
             try:
                 handle = self._handles[file] = self._stack.enter_context(safe_open(file, framework="np"))
                 for name in handle.keys():  # noqa: SIM118 - not a dict

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.errors import ConfigError, WeightsError
-from engine.models.bounds import INDEX_BYTES
-from engine.models.json_file import read_json_object, shown
+from engine.errors import WeightsError
+from engine.weights.checkpoint_files import INDEX, checkpoint_files, indexed_files
 from engine.weights.stored_matrices import Header, Headers
 
-_INDEX = "model.safetensors.index.json"
 _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 _INTEGERS = frozenset({"I64", "I32", "U8"})
 
@@ -30,43 +28,15 @@ class SafetensorsSource:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._handles: dict[str, Any] = {}
         try:
-            promised = self._index()
-            for file in sorted(set(promised.values())) if promised is not None else self._loose_files():
+            promised = indexed_files(self._directory)
+            for file in checkpoint_files(self._directory, promised):
                 self._open(file)
             for name, file in (promised or {}).items():
                 if self._file_of.get(name) != file:
-                    raise WeightsError(f"{self._directory / file}: tensor {name} is missing, though {_INDEX} names it")
+                    raise WeightsError(f"{self._directory / file}: tensor {name} is missing, though {INDEX} names it")
         except BaseException:
             self._stack.close()
             raise
-
-    def _index(self) -> dict[str, str] | None:
-        path = self._directory / _INDEX
-        if not path.is_file():
-            return None
-        try:
-            weight_map = read_json_object(path, INDEX_BYTES).get("weight_map")
-        except ConfigError as error:
-            raise WeightsError(str(error)) from error
-        if not isinstance(weight_map, dict):
-            raise WeightsError(f"{path}: weight_map must be an object, found {shown(weight_map)}")
-        promised: dict[str, str] = {}
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise WeightsError(
-                    f"{path}: weight_map[{shown(name)}] is {shown(file)}, "
-                    "which is not a file of this directory with a name in .safetensors"
-                )
-            promised[name] = file
-        return promised
-
-    def _loose_files(self) -> list[str]:
-        if (self._directory / "model.safetensors").is_file():
-            return ["model.safetensors"]
-        files = sorted(path.name for path in self._directory.glob("*.safetensors"))
-        if not files:
-            raise WeightsError(f"{self._directory}: no *.safetensors file (other weight formats are not read)")
-        return files
 
     def _open(self, file: str) -> None:
         path = self._directory / file
@@ -79,7 +49,7 @@ class SafetensorsSource:
                 self._file_of[name] = file
                 self._shapes[name] = tuple(handle.get_slice(name).get_shape())
         except FileNotFoundError as error:
-            raise WeightsError(f"{path}: missing, though {_INDEX} names it") from error
+            raise WeightsError(f"{path}: missing, though {INDEX} names it") from error
         except (SafetensorError, OSError, ValueError) as error:  # ValueError: a name that is none, as one with NUL
             raise WeightsError(f"{path}: damaged or cut short ({error}); download the file again") from error
 

@@ -26,11 +26,13 @@ _FLOATING = ("F16", "BF16", "F32")
 _E5M2 = "F8_E5M2"
 _FLOAT8 = ("F8_E4M3", _E5M2)
 _EXPONENTS = ("U8", "F8_E8M0")
+_MOST_STATE_BYTES = 1024
 _CALIBRATION = (
     ".input_scale",
     ".input_zero_point",
     ".input_global_scale",
     ".input_scale_ub",
+    "activation_scale",
     ".input_g_idx",
     ".output_scale",
     ".output_zero_point",
@@ -280,7 +282,8 @@ class _Reader:
         state = next(states, None)
         if state is None:
             raise WeightsError(f"{self._headers[name].file}: tensor {name} is U8, and its quant_state is missing")
-        self._sizes(state, 1, ("U8",))
+        if self._sizes(state, 1, ("U8",))[0] > _MOST_STATE_BYTES:
+            raise self._wrong(state, f"at most {_MOST_STATE_BYTES} bytes")
         told = CodeState.read(self._integers(state))
         if told is None:
             raise WeightsError(f"{self._headers[state].file}: tensor {state} is no state of a quantised matrix")

@@ -119,6 +119,17 @@ def test_a_bare_model_of_an_embedder(tmp_path: Path) -> None:
         assert score.prompt_token_ids == ids("Find: cats") + ids("dogs")
 
 
+def test_a_decoder_whose_config_says_that_it_looks_both_ways(tmp_path: Path) -> None:
+    """As gte-Qwen2: without `is_causal` its vectors would be plausible and wrong."""
+    model = save_tiny("Qwen2", tmp_path)
+    model.config.is_causal = False
+    model.config.save_pretrained(tmp_path)
+    with LLM(str(tmp_path), **{**SETTINGS, "max_num_batched_tokens": 512}) as llm:
+        outputs = llm.embed(token_prompts(PROMPTS), use_tqdm=False)
+    for ids, output in zip(PROMPTS, outputs):
+        np.testing.assert_allclose(output.outputs.embedding, unit(states_of(model, ids)[-1]), atol=2e-4, rtol=2e-3)
+
+
 def test_scores_are_of_one_with_many_or_of_pairs(tiny: tuple[Path, torch.nn.Module]) -> None:
     with LLM(str(tiny[0]), kv_cache_memory=64 << 20, **SETTINGS) as llm:
         many = llm.score("abc", ["abc", "x", "abcd"], use_tqdm=False)

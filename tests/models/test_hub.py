@@ -50,6 +50,9 @@ def home(tmp_path: Path) -> Iterator[Home]:
     for folder in ("1_Pooling", "onnx"):
         (plain / folder).mkdir()
         (plain / folder / "config.json").write_text("{}")
+    (plain / "2_Dense").mkdir()
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+        (plain / "2_Dense" / name).write_text("{}")
     quantized = root / "org" / "quantized"
     quantized.mkdir(parents=True)
     for name in ("Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "Tiny-F16-00001-of-00002.gguf", "mmproj-Tiny.gguf"):
@@ -61,6 +64,7 @@ def home(tmp_path: Path) -> Iterator[Home]:
 def test_only_weights_and_texts_are_fetched(home: Home) -> None:
     place = Path(home.fetch("org/plain"))
     names = {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "1_Pooling/config.json"}
+    names |= {"2_Dense/config.json", "2_Dense/model.safetensors"}
     assert read_in(place) == names
     assert (place / "model.safetensors").read_bytes() == (home.hub.root / "org/plain/model.safetensors").read_bytes()
     assert not any(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tiny_models import CASES
-from transformers import Qwen2Config
+from transformers import Gemma4TextConfig, Qwen2Config
 
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.description import describe
@@ -163,6 +163,26 @@ def test_describing_imports_neither_torch_nor_transformers(tmp_path: Path) -> No
     )
     path = written(tmp_path, LLAMA)
     assert subprocess.run([sys.executable, "-c", script, path], timeout=60, check=False).returncode == 0
+
+
+def test_a_gemma_4_of_more_than_ten_layers_is_ours_as_transformers_writes_it(tmp_path: Path) -> None:
+    """Which numbers them with two digits."""
+    config = Gemma4TextConfig(num_hidden_layers=12, architectures=["Gemma4ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    assert "05" in json.loads((tmp_path / "config.json").read_text())["per_layer_config"]
+    spec = describe(str(tmp_path), "native").spec
+    assert [layer.mixer.head_dim for layer in spec.layers] == 2 * (5 * [256] + [512])
+
+
+def test_a_decoder_that_looks_both_ways_embeds_and_windows_of_it_are_refused(tmp_path: Path) -> None:
+    config = Qwen2Config(num_hidden_layers=2, architectures=["Qwen2ForCausalLM"], is_causal=False)
+    config.save_pretrained(tmp_path)
+    found = describe(str(tmp_path), "native")
+    assert not found.generates and not found.spec.causal
+    config.update({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="is_causal false is not supported where layers have windows"):
+        describe(str(tmp_path), "native")
 
 
 def test_a_gemma_3_that_sees_as_it_was_published(tmp_path: Path) -> None:

@@ -193,6 +193,9 @@ def decoder_spec(
     Raises ConfigError, UnsupportedModelError.
     """
     num_heads, num_kv_heads, head_dim = _heads(config, default_head_dim, default_kv_heads)
+    causal = flag(config, "is_causal", True)
+    if not causal and any(windows):
+        raise UnsupportedModelError("is_causal false is not supported where layers have windows")
     ropes, max_position = _ropes(config, local_rope, head_dim, default_rotary)
     mlp = MlpSpec(
         intermediate_size=integer(config, "intermediate_size"),
@@ -220,6 +223,7 @@ def decoder_spec(
         norm_eps=number(config, epsilon, 1e-6),
         tie_embeddings=flag(config, "tie_word_embeddings", tied),
         max_position=max_position,
+        causal=causal,
     )
 
 

@@ -35,4 +35,5 @@ ERNIE4_5_MOE = Family(
     "Ernie4_5_MoeForCausalLM",
     ernie4_5_moe_spec,
     Names(qkv_stored="pairs", experts=_EXPERTS).rows,
+    predicts_more=True,
 )

@@ -46,7 +46,7 @@ def wide_heads(config: Config, rope: Config, windows: list[int | None]) -> tuple
     }
     listed = config.get("per_layer_config")
     if listed is not None:
-        own = _listed(listed, [str(index) for index, window in enumerate(windows) if window is None])
+        own = _listed(listed, {index for index, window in enumerate(windows) if window is None})
     heads, head_dim = integer(config, "num_attention_heads"), integer(own, "head_dim", integer(config, "head_dim", 256))
     kv_heads = integer(own, "num_key_value_heads", integer(config, "num_key_value_heads", 4))
     if heads % kv_heads:
@@ -58,11 +58,12 @@ def wide_heads(config: Config, rope: Config, windows: list[int | None]) -> tuple
     return {"num_kv_heads": kv_heads, "head_dim": head_dim, "rope": 1, "values": values}, turned
 
 
-def _listed(listed: object, wide: list[str]) -> dict[str, object]:
-    """As transformers writes it."""
+def _listed(listed: object, wide: set[int]) -> dict[str, object]:
+    """As transformers writes it: by index, of two digits where there are more than ten layers."""
     found = [dict(each) for each in listed.values() if isinstance(each, Mapping)] if isinstance(listed, Mapping) else []
+    named = {int(name) if str(name).isdecimal() else -1 for name in listed} if isinstance(listed, Mapping) else set()
     alike = bool(found) and all(each == found[0] for each in found) and set(found[0]) <= set(_HEADS)
-    if not isinstance(listed, Mapping) or len(found) != len(listed) or set(listed) != set(wide) or not alike:
+    if not isinstance(listed, Mapping) or len(found) != len(listed) or named != wide or not alike:
         raise UnsupportedModelError(
             f"per_layer_config must hold the same {' and '.join(_HEADS)} for each layer that sees all, and no others; "
             f"found {shown(listed)}"

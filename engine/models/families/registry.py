@@ -145,11 +145,12 @@ def find_family(config: Mapping[str, object]) -> Found:
     named = _architectures(config)
     for family in FAMILIES:
         if family.architecture in named or (not named and family.name == config.get("model_type")):
-            return Found(family, "generates" if family.causal else "embeds")
+            is_causal = family.causal and config.get("is_causal") is not False
+            return Found(family, "generates" if is_causal else "embeds")
         if any(_HEAD.sub(ending, family.architecture) in named for ending in _BARE):
             return Found(family, "embeds")
         for ending, form in family.heads.items():
-            if _HEAD.sub(ending, family.architecture) in named:
+            if any(_HEAD.sub(text + ending, family.architecture) in named for text in ("", "Text")):
                 return Found(family, "rewards" if ending == "ForRewardModel" else "classifies", form)
     found = f"architectures {shown(named[:4])}" if named else f"model_type {shown(config.get('model_type'))}"
     supported = ", ".join(family.architecture.removesuffix("ForCausalLM") for family in FAMILIES)
