@@ -11,7 +11,7 @@ from engine.core.wire import ResetPrefixCache, SetLogLevel
 from engine.profiles import Profiles
 from engine.replicas.client import ReplicatedClient
 from engine.serving import Serving
-from engine.sleeping import is_sleeping, sleeper, with_weights
+from engine.sleeping import is_sleeping, ready_with, sleeper, with_weights
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Administered(ABC):
         engine = self._require()
         config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
         await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
-        engine.config = config
+        engine.config, engine.ready = config, await asyncio.to_thread(ready_with, engine.ready, config)
         logger.info("the weights of %s are served from now on", config.model.path)
 
     @property

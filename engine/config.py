@@ -303,6 +303,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["auto", "dummy"]
     quantization: Quantization = "none"
     model_impl: Literal["auto", "native", "transformers"] = "auto"
+    rope_by_length: bool = False
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):

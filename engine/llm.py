@@ -25,7 +25,7 @@ from engine.pooling import PoolingParams
 from engine.replicas.choice import local_client, process_client
 from engine.request import RequestOutput, RequestOutputKind, SamplingParams
 from engine.session import Session, open_session
-from engine.sleeping import is_sleeping, sleeper, with_weights
+from engine.sleeping import is_sleeping, ready_with, sleeper, with_weights
 from engine.stepping import Stepper
 from engine.vllm.beams import BeamSearchOutput, BeamSearchParams, beams_of, searched
 from engine.vllm.llm_engine import LLMEngine
@@ -147,6 +147,7 @@ class LLM(PooledCalls, NotHere):
         sleeper(session.client).change(config)
         session.begin_anew()
         self.config = session.config = config
+        self.ready = session.ready = ready_with(session.ready, config)
 
     def start_profile(self, directory: str | PathLike[str] | None = None, steps: int | None = None) -> None:
         """Record the next steps of the model in `directory` (`profiles`): torch's trace of them, and a table of where

@@ -28,6 +28,8 @@ class Launch(msgspec.Struct, frozen=True):
     size: int
     local_rank: int | None
     """None: nobody knows who is on the same node"""
+    local_size: int | None
+    """ranks of its node"""
     master: tuple[str, int]
     has_store: bool
     """torchrun's own, at `master`; else rank 0 is to open it"""
@@ -54,14 +56,13 @@ def launch_of(variables: Mapping[str, str]) -> Launch:
     try:
         rank, size, port = (int(variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local = variables.get("LOCAL_RANK")
-        local_rank, restarts = (
-            None if local is None else int(local),
-            int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
+        local_rank = None if local is None else int(local)
+        local_size = int(variables["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in variables else None
+        restarts = int(variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
     except ValueError as error:
         raise ConfigError(f"torchrun's variables (RANK, WORLD_SIZE, MASTER_PORT ...) are no numbers: {error}") from None
     has_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch(rank, size, local_rank, (variables["MASTER_ADDR"], port), has_store, restarts)
+    return Launch(rank, size, local_rank, local_size, (variables["MASTER_ADDR"], port), has_store, restarts)
 
 
 class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -92,8 +92,7 @@ def resolve(
     parallel = parallel_of(args, model, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
-    if not 0 <= args.max_logprobs <= vocab_size:
-        raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {args.max_logprobs}")
+    _check_logprobs(args.max_logprobs, vocab_size)
     kv_dtype, step_tokens = _kv_dtype(args, dtype, kind), _step_tokens(args, kind, facts, dtype)
     block_size, quantization = (args.block_size or 16) * parallel.context, _quantization(args, dtype, kind, model)
     _check_weights_fit(facts_of_one(model, args), quantization, dtype, _replica_bytes(args, kind, machine))
@@ -123,6 +122,7 @@ def resolve(
             load_format=args.load_format,
             quantization=quantization,
             model_impl=args.model_impl,
+            rope_by_length=facts.rope_by_length,
         ),
         cache=_cache(args, block_size, kv_dtype, kind, machine, facts),
         scheduler=_scheduler(args, kind, max_model_len, step_tokens, facts, machine),
@@ -143,6 +143,11 @@ def resolve(
         lora=lora_of(args, kind, model),
         core_restarts=args.core_restarts if parallel.backend == "mp" else 0,
     )
+
+
+def _check_logprobs(most: int, vocab_size: int) -> None:
+    if not 0 <= most <= vocab_size:
+        raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {most}")
 
 
 def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:

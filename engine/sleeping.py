@@ -12,7 +12,9 @@ from msgspec.structs import fields, replace
 from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient
 from engine.core.sleeper import Sleeper
+from engine.core.wire import CoreReady
 from engine.errors import ConfigError
+from engine.kv_transfer.layout import weights_of
 from engine.models.description import ModelDescription
 from engine.plan import resolve_with_plan
 
@@ -43,6 +45,13 @@ def sleeper(client: CoreClient, *, apart: bool = False) -> Sleeper:
 
 def is_sleeping(client: CoreClient) -> bool:
     return isinstance(client, Sleeper) and client.is_sleeping
+
+
+def ready_with(ready: CoreReady, config: EngineConfig) -> CoreReady:
+    """Of a core that serves these weights now: who takes its pages must know."""
+    if not ready.kv_layout:
+        return ready
+    return replace(ready, kv_layout={**ready.kv_layout, "weights": weights_of(config)})
 
 
 def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig, path: str) -> EngineConfig:

@@ -110,8 +110,7 @@ class KVEventPublisher:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, most)
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        if kind == zmq.ROUTER:
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # a subscription, too, which is kept
         binds = kind == zmq.ROUTER or is_bound(endpoint)
         try:
             if binds:

@@ -45,7 +45,9 @@ class DriverLink:
         """Wait for bytes."""
         try:
             data = self._socket.recv(_READ_BYTES)
-        except ConnectionError:
+        except BlockingIOError:
+            raise
+        except OSError:  # reset, or its host is silent
             data = b""
         if not data:
             raise DriverLeftError

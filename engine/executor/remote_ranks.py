@@ -115,7 +115,8 @@ class RemoteRanks:
                 if hello.version != VERSION:
                     raise EngineError(f"rank {rank} runs another version of the engine, at {hello.address[0]}")
             self._hosts += [hellos[rank].host for rank in ranks]
-            nodes = [self._places.node(), *(hellos[rank].node for rank in ranks)]
+            its = {rank: f"{hello.host} {hello.node}" for rank, hello in hellos.items()}
+            nodes = [f"{boot_id()} {self._places.node()}", *(its[rank] for rank in ranks)]
             addresses = [self._address, *(hellos[rank].address for rank in ranks)]
             memory, of_stages = self._shared(nodes, agents, deadline)
             for start in starts:

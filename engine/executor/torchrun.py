@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import msgspec
@@ -52,7 +53,14 @@ class TorchrunPlaces:
         self._store: Any = None
 
     def host(self) -> str:
-        return own_host(self._launch.master)
+        """Raises `ConfigError` where ranks on other nodes would be told an address that leads to themselves."""
+        host, name = own_host(self._launch.master), self._launch.master[0]
+        if ip_address(host).is_loopback and (self._launch.local_size or self._launch.size) < self._launch.size:
+            raise ConfigError(
+                f"MASTER_ADDR {name} is {host} on this host, where other nodes do not reach it (as in many an "
+                "/etc/hosts): give torchrun an address of the network as --master-addr, on each node the same"
+            )
+        return host
 
     def place(self, ranks: Sequence[int], driver: Address, secret: bytes, timeout_s: float) -> None:
         self._store = _store(self._launch, timeout_s)

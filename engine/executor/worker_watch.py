@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
+import msgspec
+
 from engine import errors
 from engine.core.wire import CoreFailed
 from engine.errors import EngineError, in_words
@@ -170,7 +172,7 @@ class WorkerWatch:
     def _hear(self, worker: Handle) -> None:
         try:
             messages = worker.link.receive()
-        except ValueError as error:  # it wrote something else, by mistake
+        except (ValueError, msgspec.MsgspecError) as error:  # it wrote something else, by mistake
             self._fail(EngineError, f"{worker.name} sent what is no message: {error}")
             worker.kill()
             return

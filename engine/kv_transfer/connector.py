@@ -97,6 +97,7 @@ class EngineConnector:
         """Idempotent. Fetches under way end by themselves, and are heard of no more."""
         if self._exports is not None:
             self._exports.close()
+        self._stagings.close()
         for _ in range(READERS):
             self._work.put(None)
 

@@ -44,6 +44,8 @@ class _Offer(msgspec.Struct):
     pages: dict[bytes, int]
     deadline: float
     """on `time.monotonic`'s clock"""
+    readers: int = 0
+    """that copy its pages now: what is withdrawn waits for them"""
 
 
 class Exports:
@@ -57,8 +59,8 @@ class Exports:
         self.engine_id = secrets.token_hex(8)
         self._lease_s, self._timeout_s, self._inform = lease_s, timeout_s, inform
         self._memory: KVMemory | None = None
-        self._lock = threading.Lock()
-        """held while pages are read, so that nothing is withdrawn meanwhile; never while something is sent"""
+        self._lock = threading.Condition()
+        """of offers; never held while pages are read or sent. Told when nobody reads an offer any more"""
         self._offers: dict[str, _Offer] = {}
         """by name, in the order of their deadlines"""
         self._names: dict[int, str] = {}
@@ -90,7 +92,7 @@ class Exports:
 
     def withdraw(self, generation: int) -> None:
         with self._lock:
-            self._offers.pop(self._names.pop(generation, ""), None)
+            self._take(self._names.get(generation, ""))
 
     def close(self) -> None:
         """Idempotent."""
@@ -99,6 +101,9 @@ class Exports:
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
+        for stagings in (self._private, self._registered):
+            if stagings is not None:
+                stagings.close()
         self._tcp.close()
         self._local.close()
         os.close(self._wake)
@@ -129,11 +134,17 @@ class Exports:
 
     def _end(self, name: str, expired: bool = False) -> None:
         with self._lock:
-            offer = self._offers.pop(name, None)
-            if offer is not None:
-                self._names.pop(offer.generation, None)
+            offer = self._take(name)
         if offer is not None:
             self._inform(LeaseEnded(generation=offer.generation, expired=expired))
+
+    def _take(self, name: str) -> _Offer | None:
+        """With the lock held: nobody finds it any more, and nobody reads it."""
+        offer = self._offers.pop(name, None)
+        if offer is not None:
+            self._names.pop(offer.generation, None)
+            self._lock.wait_for(lambda: not offer.readers)
+        return offer
 
     def _accept(self, listener: socket.socket) -> None:
         if not self._places.acquire(blocking=False):
@@ -242,7 +253,14 @@ class Exports:
 
     def _pack(self, ask: Ask, memory: KVMemory, into: np.ndarray) -> Answer:
         with self._lock:
-            memory.device.pack(self._leased(ask), into)
+            blocks, offer = self._leased(ask), self._offers[ask.lease]
+            offer.readers += 1
+        try:
+            memory.device.pack(blocks, into)
+        finally:
+            with self._lock:
+                offer.readers -= 1
+                self._lock.notify_all()
         return Answer(size=into.size, checksum=memory.device.checksum(into, len(ask.keys)))
 
     def _leased(self, ask: Ask) -> list[int]:

@@ -28,6 +28,10 @@ _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")
 """process, user, group"""
 
+MAX_KEYS = 1 << 17
+"""of one prompt: two million tokens in blocks of sixteen"""
+_Key = Annotated[bytes, msgspec.Meta(max_length=64)]
+_Name = Annotated[str, msgspec.Meta(max_length=512)]
 _Fact = Annotated[str, msgspec.Meta(max_length=4096)]
 
 T = TypeVar("T")
@@ -42,10 +46,10 @@ class RefusedError(TransferError):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    engine_id: str
-    lease: str
+    engine_id: _Name
+    lease: _Name
     layout: Annotated[dict[_Fact, _Fact], msgspec.Meta(max_length=32)]
-    keys: list[bytes]
+    keys: Annotated[list[_Key], msgspec.Meta(max_length=MAX_KEYS)]
     nixl: bool = False
     """it reads them itself"""
 

@@ -37,6 +37,8 @@ def layout_of(config: EngineConfig, backend: str, shapes: list[tuple[int, ...]],
         "attention_backend": backend,
         _FOLLOWS: blake2b(repr((shapes, windows)).encode(), digest_size=8).hexdigest(),
     }
+    if config.model.rope_by_length:
+        facts["max_model_len"] = config.model.max_model_len
     return {name: str(value) for name, value in facts.items()}
 
 

@@ -11,6 +11,9 @@ from engine.errors import InvalidRequestError
 
 FIELD = "kv_transfer_params"
 _Name = Annotated[str, msgspec.Meta(max_length=512)]
+_Id = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[\w.:/+=-]*$")]
+"""is written to whoever listens where a request says that pages are: nothing that other protocols take for lines"""
+_Block = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,15 +22,15 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    remote_engine_id: _Name | None = None
+    remote_engine_id: _Id | None = None
     """of one start of an engine: a restarted one has another"""
-    remote_request_id: _Name | None = None
+    remote_request_id: _Id | None = None
     """what the pages are leased under; nobody guesses it"""
-    remote_block_ids: list[int | list[int]] | None = None
+    remote_block_ids: list[_Block | list[_Block]] | None = None
     """told for proxies that look at it; pages are asked for by what they hold"""
     remote_host: _Name | None = None
     remote_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    tp_size: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
 
 
 _SOURCE = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")

@@ -95,13 +95,15 @@ class Stagings(Generic[M]):
             raise
         with self._lock:
             self._idle.append((user, memory))
-            gone = self._idle[: -self._most]
-            del self._idle[: -self._most]
+            gone = self._idle[: max(len(self._idle) - self._most, 0)]
+            del self._idle[: len(gone)]
         for _, each in gone:
             each.close()
 
     def close(self) -> None:
+        """What is in use is closed when it is given back."""
         with self._lock:
+            self._most = 0
             for _, each in self._idle:
                 each.close()
             self._idle.clear()

@@ -217,6 +217,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """else an encoder: attention looks both ways, over prompts that are computed in one step"""
     token_types: int = 1
     """kinds that tokens come in: one of kind k is fed as its id + k * vocab_size"""
+    rope_by_length: bool = False
+    """how far positions turn keys depends on the longest sequence that can come"""
 
     @property
     def kept(self) -> tuple[Kept | None, ...]:

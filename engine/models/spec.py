@@ -253,6 +253,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True):
             max_position=self.max_position,
             keeps_kv=self.causal,
             token_types=max(self.token_types, 1),
+            rope_by_length=any(rope.kind == "longrope" for rope in self.ropes),
         )
 
 

@@ -9,6 +9,10 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from entrypoints.options import refuse_without_effect
+
+_OF_A_ROUTER = {"role", "prefill", "decode", "host", "port", "ssl_certfile", "ssl_keyfile", "limits", "config"}
+_OF_A_ROUTER |= {"shutdown_timeout", "drain_delay", "log_level", "log_format"}
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -47,6 +51,8 @@ def check_role(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
                 "--api-key and --keys have no effect with --role router: give them to the servers, which are told "
                 "clients' keys"
             )
+        others = vars(options).keys() - _OF_A_ROUTER
+        refuse_without_effect(parser, options, others, "with --role router: give it to the servers")
         return
     if options.prefill or options.decode:
         parser.error("--prefill and --decode have no effect without --role router")

@@ -104,12 +104,12 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
         return state(progress.trouble() or progress.pause())
 
     role = getattr(engine.config.kv_transfer, "kv_role", None)
-    moves: dict[str, object] = {"kv_role": role, "kv_layout": engine.ready.kv_layout}
 
     @app.get("/health")
     async def health() -> Response:
         trouble, pause = progress.trouble(), progress.pause()
         paused = {} if pause is None else {pause[0]: True}
+        moves = {"kv_role": role, "kv_layout": engine.ready.kv_layout}
         return JSONResponse(moves | paused) if trouble is None else state(trouble)
 
     @app.get("/ping")

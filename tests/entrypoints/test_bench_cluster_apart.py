@@ -182,6 +182,7 @@ def test_layouts_of_all_kinds_on_the_command_line(
     [
         (["--layouts", "1P+1D"], "need --transfer-ms and --transfer-mb-per-s (of"),
         (["--layouts", "1P+1D", *OVER, "--cell", "2"], "leave layouts as 1P"),
+        (["--layouts", "2x1", "--kv-events-config", "{}"], "--kv-events-config has no effect here"),
         (["--layouts", "2x1", *OVER], "--transfer-ms has no effect without layouts as 1P"),
         (["--layouts", "1P"], "'1P' is no layout"),
         (["--layouts", "1P+1D", *OVER[2:], "--transfer-ms", "0"], "'0' is not a positive number"),

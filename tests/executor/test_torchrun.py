@@ -22,7 +22,8 @@ TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
 
 def test_variables_of_torchrun_are_read() -> None:
     more = {"LOCAL_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert launch_of({**TWO, **more}) == Launch(1, 2, 1, ("127.0.0.1", 29500), True, 3)
+    assert launch_of({**TWO, **more}) == Launch(1, 2, 1, None, ("127.0.0.1", 29500), True, 3)
+    assert launch_of({**TWO, "LOCAL_WORLD_SIZE": "1"}).local_size == 1
     assert (launch_of({**TWO, **more}).node, launch_of(TWO).node) == ("0", "1")
     for without in TWO:
         with pytest.raises(ConfigError, match=f"torchrun starts: {without} is not set"):
@@ -36,6 +37,13 @@ def test_variables_of_torchrun_are_read() -> None:
     assert serve_as_rank(launch_of({**TWO, "RANK": "0"}), 2, 1.0) is None
     with pytest.raises(EngineError, match=r"rank 1: rank 0 did not say within 0.5 s where it is"):
         serve_as_rank(launch_of({**TWO, "MASTER_PORT": "1"}), 2, 0.5)
+
+
+def test_an_address_that_leads_other_nodes_to_themselves_is_refused() -> None:
+    assert TorchrunPlaces(launch_of({**TWO, "LOCAL_WORLD_SIZE": "2"})).host() == "127.0.0.1"
+    assert TorchrunPlaces(launch_of(TWO)).host() == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR 127.0.0.1 is 127.0.0.1 .*--master-addr"):
+        TorchrunPlaces(launch_of({**TWO, "LOCAL_WORLD_SIZE": "1"})).host()
 
 
 def free_port() -> int:

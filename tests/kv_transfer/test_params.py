@@ -35,6 +35,10 @@ def test_what_asks_for_nothing_is_nothing_and_keys_of_proxies_pass() -> None:
         ({**HANDED, "do_remote_decode": True}, "exclude each other"),
         ({"do_remote_prefill": True, "remote_port": 1}, "needs remote_engine_id, remote_request_id, remote_host: pass"),
         ({**HANDED, "remote_port": None}, "needs remote_port: pass"),
+        ({**HANDED, "remote_engine_id": "x\r\nSET a b\r\n"}, "remote_engine_id"),
+        ({**HANDED, "remote_request_id": "1.a b"}, "remote_request_id"),
+        ({**HANDED, "tp_size": 1 << 70}, "tp_size"),
+        ({**HANDED, "remote_block_ids": [[1, 1 << 63]]}, "remote_block_ids"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(params: object, says: str) -> None:

@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from types import ModuleType
 
+import msgspec
+import numpy as np
 import pytest
 from fake_pages import LAYOUT, memory, packed
 
 from engine.errors import ConfigError
 from engine.kv_transfer import exports, reader
 from engine.kv_transfer.exports import Exports
-from engine.kv_transfer.frames import Answer, Ask, TransferError, Wire, local_name
+from engine.kv_transfer.frames import MAX_KEYS, Answer, Ask, TransferError, Wire, local_name
 from engine.kv_transfer.interface import LeaseEnded, News
 from engine.kv_transfer.memory import KVMemory
 from engine.kv_transfer.params import KVTransferParams
@@ -194,6 +196,10 @@ def test_who_says_nothing_gives_way_to_readers(source: Source, transport: str) -
             assert fetch(source.offer(generation), HERE, memory(2), 2.5)
 
 
+def framed(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -202,6 +208,9 @@ def test_who_says_nothing_gives_way_to_readers(source: Source, transport: str) -
         struct.pack("<I", 1 << 31),
         struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
         struct.pack("<I", 1000) + b"short",
+        framed(msgspec.msgpack.encode({"type": "ask", "engine_id": "e" * 600, "lease": "", "layout": {}, "keys": []})),
+        framed(msgspec.msgpack.encode(Ask("e", "l", {}, [b""] * (MAX_KEYS + 1)))),
+        framed(msgspec.msgpack.encode(Ask("e", "l", {}, [bytes(65)]))),
         os.urandom(4096),
     ],
 )
@@ -294,6 +303,44 @@ def test_a_process_that_cannot_start_a_thread_turns_a_reader_away_and_serves_the
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="kv_port"):
         Exports("127.0.0.1", taken.getsockname()[1], 1.0, 1.0, lambda news: None)
+
+
+def test_the_core_waits_for_no_copy_but_that_of_what_it_takes_back(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other prompts end, and give way, while pages are read."""
+    pack, begun, go_on = source.memory.device.pack, threading.Event(), threading.Event()
+
+    def slow(blocks: list[int], into: np.ndarray) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        pack(blocks, into)
+
+    monkeypatch.setattr(source.memory.device, "pack", slow)
+    params, target = source.offer(1), memory(2)
+    reads = threading.Thread(target=fetch, args=(params, HERE, target, 30.0))
+    reads.start()
+    assert begun.wait(30)
+    source.offer(2)
+    source.exports.withdraw(2)
+    takes_back = threading.Thread(target=source.exports.withdraw, args=(1,))
+    takes_back.start()
+    takes_back.join(0.1)
+    assert takes_back.is_alive()
+    go_on.set()
+    takes_back.join(30)
+    reads.join(30)
+    assert packed(target.host, list(HERE.values())) == packed(source.memory.device, list(THERE.values()))
+
+
+def test_memory_that_is_in_use_when_all_is_closed_is_closed_behind_it() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stagings = Stagings(2, Staging)
+    with stagings.of("a", 100):
+        with stagings.of("b", 100):
+            pass
+        stagings.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_many_at_once_each_get_theirs_while_others_are_withdrawn(source: Source, transport: str) -> None:

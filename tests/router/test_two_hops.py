@@ -340,6 +340,9 @@ def test_the_server_with_the_least_to_do_is_first() -> None:
     assert {several.in_order()[0].url for _ in range(3)} == {"http://a", "http://b", "http://c"}, "ties take turns"
 
 
+ROUTER = ["--role", "router", "--prefill", "http://a", "--decode", "http://b"]
+
+
 @pytest.mark.parametrize(
     "argv, reason",
     [
@@ -349,9 +352,11 @@ def test_the_server_with_the_least_to_do_is_first() -> None:
         (["--role", "router", "--prefill", "a", "--decode", "http://b"], "not a URL"),
         (["--role", "router", "--prefill", "http://a:x", "--decode", "http://b"], "not a URL"),
         (["--role", "router", "--prefill", "http://a:1", "--decode", "http://me:secret@b"], "not a URL"),
-        (["--role", "router", "--prefill", "http://a", "--decode", "http://b", "--api-key", "k"], "no effect"),
+        ([*ROUTER, "--api-key", "k"], "no effect"),
+        ([*ROUTER, "--tensor-parallel-size", "4"], "tensor-parallel-size has no effect with --role router: give it"),
+        ([*ROUTER, "--root-path", "/x"], "--root-path has no effect"),
         (["--prefill", "http://a"], "no effect"),
-        (["some/model", "--role", "router", "--prefill", "http://a", "--decode", "http://b"], "no model"),
+        (["some/model", *ROUTER], "no model"),
         (["m", "--role", "prefill", "--kv-transfer-config", '{"kv_role": "kv_consumer"}'], "contradicts"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import nn
 from engine.errors import UnsupportedModelError
 from engine.models.facts import ModelFacts
 from engine.models.fallback.probe import SeenLayer, probe
-from engine.models.fallback.rotation import fix_rope
+from engine.models.fallback.rotation import fix_rope, looks_at_length
 from engine.models.json_file import shown
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ def facts_of(config: PreTrainedConfig, whole: PreTrainedModel, layers: Sequence[
         active_weights=sum(_active(each, int(getattr(config, "num_experts_per_tok", None) or 1)) for each in matrices),
         tie_embeddings=bool(config.tie_word_embeddings),
         max_position=_max_position(config),
+        rope_by_length=looks_at_length(config),
     )
 
 

@@ -8,6 +8,13 @@ from typing import Any
 _LOOKING = ("dynamic", "longrope")
 
 
+def looks_at_length(config: Any) -> bool:
+    """Of a library's config, whose layer types may have ropes of their own."""
+    told = getattr(config, "rope_parameters", None) or {}
+    ropes = [told, *(each for each in told.values() if isinstance(each, Mapping))]
+    return any(rope.get("rope_type") in _LOOKING for rope in ropes)
+
+
 def fix_rope(module: Any, max_position: int) -> None:
     """A rule that looks at the positions of a batch becomes that of the longest sequence that can come: a token's
     rotation must not depend on its neighbours, or cached keys would not fit. `module`: any; others are left alone."""

@@ -154,6 +154,13 @@ def activation_of(config: Config, key: str, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
+def _causal(config: Config, windows: list[int | None]) -> bool:
+    causal = flag(config, "is_causal", True)
+    if not causal and any(windows):
+        raise UnsupportedModelError("is_causal false is not supported where layers have windows")
+    return causal
+
+
 def refuse(config: Config, reasons: Mapping[str, str]) -> None:
     """Raises UnsupportedModelError where a key that would change what is computed is set; `reasons`: what it does."""
     for key, reason in reasons.items():
@@ -188,14 +195,9 @@ def decoder_spec(
     `scale`, `activation`: None for head_dim ** -0.5, and what `hidden_act` says. `local_rope`: what layers with a
     window have in the place of the config's rope. `turned`: which layers turn q and k; None: all. `default_rotary`: how
     much of a head they turn where the config does not say; None: all of it, always. `tied`: where the config says
-    nothing of embeddings. `epsilon`: its key.
-
-    Raises ConfigError, UnsupportedModelError.
+    nothing of embeddings. `epsilon`: its key. Raises ConfigError, UnsupportedModelError.
     """
     num_heads, num_kv_heads, head_dim = _heads(config, default_head_dim, default_kv_heads)
-    causal = flag(config, "is_causal", True)
-    if not causal and any(windows):
-        raise UnsupportedModelError("is_causal false is not supported where layers have windows")
     ropes, max_position = _ropes(config, local_rope, head_dim, default_rotary)
     mlp = MlpSpec(
         intermediate_size=integer(config, "intermediate_size"),
@@ -223,7 +225,7 @@ def decoder_spec(
         norm_eps=number(config, epsilon, 1e-6),
         tie_embeddings=flag(config, "tie_word_embeddings", tied),
         max_position=max_position,
-        causal=causal,
+        causal=_causal(config, windows),
     )
 
 

@@ -152,6 +152,7 @@ def _check_effects(options: argparse.Namespace, apart: bool) -> None:
         ("data_parallel_size", "enable_eplb", "eplb_config"), "here: --replicas or --layouts says how many there are"
     )
     refuse(("kv_transfer_config",), "here: layouts as 1P+1D say who computes prompts")
+    refuse(("kv_events_config",), "here: nothing of a simulation is published")
     if options.layouts is not None:
         refuse(("replicas", "pipeline_parallel_size"), "with --layouts, which says both, as 4x2")
     if options.ttft is not None:
