@@ -13,6 +13,10 @@ CONFIG_BYTES = 8 * 2**20
 """of config.json and generation_config.json"""
 INDEX_BYTES = 64 * 2**20
 """of model.safetensors.index.json"""
+ROPE_FACTORS = 2**12
+"""of a list: half of what a head turns"""
+QUANT_STATE_BYTES = 2**10
+"""of what bitsandbytes notes of a matrix"""
 TOKENIZER_BYTES = 256 * 2**20
 """of one file that a tokenizer is made of"""
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import struct
 
 from engine.errors import UnsupportedModelError, WeightsError
+from engine.models.bounds import ROPE_FACTORS
 from engine.models.gguf_header import GgufHeader
 from engine.models.gguf_numbers import number, optional, required
-
-_MOST_FACTORS = 4096
-"""of a rope: half a head's size"""
 
 
 def family_config(header: GgufHeader, arch: str, head_dim: int) -> dict[str, object]:
@@ -66,8 +64,8 @@ def longrope_parameters(header: GgufHeader, arch: str) -> dict[str, object]:
     for length in ("short", "long"):
         name = f"rope_factors_{length}.weight"
         tensor = header.tensors.get(name)
-        if tensor is None or tensor.encoding.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FACTORS:
-            raise WeightsError(f"{header.path}: {name} is missing, or no list of at most {_MOST_FACTORS} float32")
+        if tensor is None or tensor.encoding.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > ROPE_FACTORS:
+            raise WeightsError(f"{header.path}: {name} is missing, or no list of at most {ROPE_FACTORS} float32")
         with open(header.path, "rb") as file:
             file.seek(tensor.offset)
             parameters[f"{length}_factor"] = list(struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.size_bytes)))

@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from engine.errors import WeightsError
+from engine.models.bounds import QUANT_STATE_BYTES
 from engine.models.quantization import StoredFormat
 
 _WORD_BITS = 32
@@ -26,7 +27,6 @@ _FLOATING = ("F16", "BF16", "F32")
 _E5M2 = "F8_E5M2"
 _FLOAT8 = ("F8_E4M3", _E5M2)
 _EXPONENTS = ("U8", "F8_E8M0")
-_MOST_STATE_BYTES = 1024
 _CALIBRATION = (
     ".input_scale",
     ".input_zero_point",
@@ -282,8 +282,8 @@ class _Reader:
         state = next(states, None)
         if state is None:
             raise WeightsError(f"{self._headers[name].file}: tensor {name} is U8, and its quant_state is missing")
-        if self._sizes(state, 1, ("U8",))[0] > _MOST_STATE_BYTES:
-            raise self._wrong(state, f"at most {_MOST_STATE_BYTES} bytes")
+        if self._sizes(state, 1, ("U8",))[0] > QUANT_STATE_BYTES:
+            raise self._wrong(state, f"at most {QUANT_STATE_BYTES} bytes")
         told = CodeState.read(self._integers(state))
         if told is None:
             raise WeightsError(f"{self._headers[state].file}: tensor {state} is no state of a quantised matrix")
