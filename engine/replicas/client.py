@@ -62,8 +62,10 @@ class ReplicatedClient(Sleeping):
         self._watch = StopWatch(self._in_rounds)
         self._group_fd: int | None = None
         self._lock = threading.Lock()
+        self._one_change = threading.RLock()
+        """held by whoever was asked for more replicas, fewer, sleep or others, until that is done"""
         self._changing = threading.RLock()
-        """held by whoever adds or removes a replica"""
+        """held while replicas come and go, not while one drains: others die meanwhile, and are followed"""
         self._starting: dict[int, ProcessClient] = {}
         """by their places"""
         self._next_number = self._turn = self._receivers = 0
@@ -182,7 +184,7 @@ class ReplicatedClient(Sleeping):
     def add_replica(self) -> int:
         """Start another one and return its number. Raises what `start` raises, and the others go on."""
         self._refuse_in_rounds()
-        with self._changing:
+        with self._one_change, self._changing:
             self._check_open()
             if len(self.replicas) >= MAX_REPLICAS:
                 raise ConfigError(f"there are {len(self.replicas)} replicas, and at most {MAX_REPLICAS} are allowed")
@@ -198,28 +200,46 @@ class ReplicatedClient(Sleeping):
         """It gets no more requests; when those that it has are over, or after that time, it is stopped, and what is
         left of them goes to the others. Raises `ConfigError` for the last one, and for a number that is none."""
         self._refuse_in_rounds()
-        with self._changing:
-            self._check_open()
-            replica = next((each for each in self._fleet.replicas if each.number == number), None)
-            if replica is None:
-                raise ConfigError(f"there is no replica {number}: there are {self.replicas}")
-            if len(self.replicas) == 1:
-                raise ConfigError(f"replica {number} is the only one: shut the engine down instead")
-            self._fleet.drain(replica)
-            until = None if drain_timeout_s is None else time.monotonic() + drain_timeout_s
-            while not self._fleet.is_idle(number) and (until is None or time.monotonic() < until):
-                time.sleep(LOOK_S)
-                self._check_open()
-                if not replica.draining:
-                    raise ConfigError(f"replica {number} is the only one that is left")
-            self._take_away([replica])
-            self._check_open()
-            if replica in self._fleet.replicas:
-                raise ConfigError(f"replica {number} is the only one that is left")
-            self._wanted = len(self.replicas)
+        with self._one_change:
+            with self._changing:
+                replica = self._drained(number)
+                self._wanted -= 1
+            try:
+                self._until_idle(replica, drain_timeout_s)
+                with self._changing:
+                    self._take_away([replica])
+                    self._check_open()
+                    if replica in self._fleet.replicas:
+                        raise ConfigError(f"replica {number} is the only one that is left")
+            except ConfigError:
+                self._wanted += 1
+                if (
+                    self._config.core_restarts
+                ):  # whoever was to follow another one may have found that nobody is missing
+                    self._follow_in(0.0)
+                raise
             self._fleet.tell()
             os.eventfd_write(self._wake, 1)
             replica.client.close()
+
+    def _drained(self, number: int) -> Replica[ProcessClient]:
+        """It gets no more requests from now on."""
+        self._check_open()
+        replica = next((each for each in self._fleet.replicas if each.number == number), None)
+        if replica is None:
+            raise ConfigError(f"there is no replica {number}: there are {self.replicas}")
+        if len(self.replicas) == 1:
+            raise ConfigError(f"replica {number} is the only one: shut the engine down instead")
+        self._fleet.drain(replica)
+        return replica
+
+    def _until_idle(self, replica: Replica[ProcessClient], timeout_s: float | None) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._fleet.is_idle(replica.number) and (until is None or time.monotonic() < until):
+            time.sleep(LOOK_S)
+            self._check_open()
+            if not replica.draining:
+                raise ConfigError(f"replica {replica.number} is the only one that is left")
 
     def _take_away(self, replicas: Sequence[Replica[ProcessClient]]) -> None:
         """Until nobody listens to them any more, or they turned out to be the last ones."""
@@ -238,13 +258,14 @@ class ReplicatedClient(Sleeping):
         if not 1 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be in [1, {MAX_REPLICAS}], got {replicas}")
         self._check_ports(replicas)
-        with self._changing:  # as a whole: two that differ would undo each other's steps
+        with self._one_change:  # as a whole: two that differ would undo each other's steps
             if self._asleep:
                 raise ConfigError("the engine sleeps: wake it up first")
             while len(self.replicas) < replicas:
                 self.add_replica()
             while len(self.replicas) > replicas:
                 self.remove_replica(self.replicas[-1], drain_timeout_s)
+            self._wanted = replicas
 
     def _check_ports(self, replicas: int) -> None:
         if self._config.kv_events is not None:
@@ -354,7 +375,8 @@ class ReplicatedClient(Sleeping):
         try:
             with self._changing:
                 self._check_open()
-                if self._asleep or len(self._fleet.replicas) >= self._wanted:
+                serving = sum(not each.draining for each in self._fleet.replicas)
+                if self._asleep or serving >= self._wanted:
                     return None
                 self._serve(self._start_one())
                 self._fleet.tell()

@@ -19,6 +19,7 @@ class Sleeping(Sleeper):
 
     _config: EngineConfig
     _fleet: Fleet[ProcessClient]
+    _one_change: threading.RLock
     _changing: threading.RLock
     _following: set[threading.Thread]
     _in_rounds: bool
@@ -36,7 +37,7 @@ class Sleeping(Sleeper):
         on where they were. Idempotent. Raises `ConfigError` where nobody could go on with them."""
         if self._in_rounds or not self._config.core_restarts:
             raise ConfigError("sleep: requests survive no core here (core_restarts is 0, or replicas share experts)")
-        with self._changing:
+        with self._one_change, self._changing:
             self._check_open()
             if self._asleep:
                 return
@@ -51,7 +52,7 @@ class Sleeping(Sleeper):
 
     def wake_up(self, config: EngineConfig | None = None) -> None:
         """As many cores start as there were. As `Sleeper.wake_up`."""
-        with self._changing:
+        with self._one_change, self._changing:
             self._check_open()
             if not self._asleep:
                 return
@@ -70,7 +71,7 @@ class Sleeping(Sleeper):
 
     def change(self, config: EngineConfig) -> None:
         """And nobody else puts it to sleep or wakes it up meanwhile."""
-        with self._changing:
+        with self._one_change, self._changing:
             super().change(config)
 
     @abstractmethod

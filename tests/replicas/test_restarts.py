@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 
@@ -54,6 +55,29 @@ def test_cores_that_die_are_followed_by_others_and_no_token_is_lost_or_comes_twi
             with suppress(TimeoutError):
                 asyncio.run(asyncio.wait_for(client.recv_async(), 0.1))
         assert client.stalled() is None
+
+
+def test_one_that_dies_while_another_drains_is_followed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the one that drained goes: as many are left as were asked for."""
+    monkeypatch.setattr(restarts, "MOST_WAIT_S", 0.1)
+    with replicas("SlowlyCounting", 3, 4) as client:
+        names = {f"r{index}" for index in range(6)}
+        for name in names:
+            client.send(request(name, max_tokens=600, prompt_len=20))
+        removal = threading.Thread(target=client.remove_replica, args=(0,))
+        removal.start()
+        while not client._fleet.replicas[0].draining:
+            time.sleep(0.001)
+        os.kill(pids(client)[1], signal.SIGKILL)
+        seen = Seen()
+        while client.replicas != [0, 2, 3]:
+            seen.see(client.recv())
+        assert removal.is_alive()
+        seen.until_ended(client, names)
+        removal.join()
+        assert client.replicas == [2, 3]
+        time.sleep(0.3)
+        assert client.replicas == [2, 3] and not client._following
 
 
 def test_after_too_many_deaths_the_engine_ends_with_the_cause() -> None:
