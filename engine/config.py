@@ -161,8 +161,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     core_restarts: Annotated[
         int,
         _about(
-            "deaths of engine cores within ten minutes that another start follows: requests pause, and go on where "
-            "they were; the next death ends the engine (0: the first; not of ranks that Ray or torchrun places)"
+            "deaths of engine cores in ten minutes that another start follows: requests pause, then go on; the next "
+            "ends the engine (0: the first; not of ranks of Ray or torchrun, nor of replicas that share experts)"
         ),
     ] = 4
     distributed_executor_backend: Annotated[

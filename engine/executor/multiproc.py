@@ -122,7 +122,8 @@ class MultiprocExecutor:
 
     def warm_up(self) -> WarmUpReport:
         if self._config.compile.mode == "pieces":
-            logger.info("pieces compile before ranks serve: a router's choice can hang on a rounding")
+            # Of experts: which of them a token goes to can hang on a rounding, and pieces round otherwise.
+            logger.info("pieces compile before ranks serve: minutes where none are kept yet (--compile none: without)")
         mine, answers = self._all_do(WarmUp(), self._local.warm_up)
         report = group_warm_up_report([mine, *(answer.report for answer in answers if isinstance(answer, WarmedUp))])
         self._compile_failed = report.compile_failed

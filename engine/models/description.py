@@ -13,14 +13,14 @@ from engine.errors import ConfigError, UnsupportedModelError
 from engine.models.bounds import CONFIG_BYTES
 from engine.models.facts import ModelFacts
 from engine.models.families.common import check_ranges
-from engine.models.families.registry import find_family, text_config
+from engine.models.families.registry import family_named, find_family, text_config
 from engine.models.generation import generation_defaults
 from engine.models.gguf_config import dtype_of, generation_config_of, hf_config_of
 from engine.models.gguf_header import read_gguf_header
 from engine.models.heads import HeadSpec, head_of, with_token_ids
 from engine.models.json_file import read_json_object, shown
 from engine.models.mixers import MixerSpec
-from engine.models.pooling import PoolingDefaults, pooling_of, pooling_of_gguf
+from engine.models.pooling import AS_ENCODERS, PoolingDefaults, pooling_of, pooling_of_gguf
 from engine.models.quantization import StoredFormat, native_only, stored_format
 from engine.models.spec import DecoderSpec
 
@@ -112,6 +112,8 @@ def _described(
     with _errors_name(config_file):
         config = with_token_ids(config, Path(path))
         spec, facts, generates = _computed(path, config, model_impl, pooling.declared)
+        if pooling == PoolingDefaults() and spec is not None and not family_named(spec.family).causal:
+            pooling = AS_ENCODERS
         starts, ends = _token_ids(config, "bos_token_id"), _token_ids(config, "eos_token_id")
     with _errors_name(generation_file):
         starts = _token_ids(generation, "bos_token_id") or starts
@@ -159,7 +161,7 @@ def _computed(
         except UnsupportedModelError as error:
             if model_impl == "native":
                 raise
-            reason = f"{error}; and not through transformers: "
+            reason = f"{str(error).partition('; supported')[0]} (docs/models.md), and not through transformers: "
     check_ranges(config)
     from engine.models.fallback.facts import read_facts
 

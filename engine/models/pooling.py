@@ -35,7 +35,7 @@ class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class PoolingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Without files that say otherwise the last token's state, normalised: what most embedding models use that were
-    made of decoders."""
+    made of decoders. Of an encoder the first one's (`AS_ENCODERS`), as vLLM has it."""
 
     pooling_type: PoolingType = "last"
     dense: tuple[DenseSpec, ...] = ()
@@ -48,6 +48,9 @@ class PoolingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """tokens of the longest text that it was made for, where its files tell: positions may be more"""
     unsupported: str = ""
     """why this model's embeddings cannot be made here; empty: they can"""
+
+
+AS_ENCODERS = PoolingDefaults(pooling_type="cls")
 
 
 def pooling_of(directory: Path) -> PoolingDefaults:

@@ -177,6 +177,10 @@ class Server(EndingServer):
             params = engine.default_sampling_params()
             values = params.temperature, params.top_p, params.top_k
             logger.info("where a request names none: temperature %g, top_p %g, top_k %d", *values)
+        elif engine.model.head is None:
+            logger.info(
+                "where a request names none: embeddings are of pooling type %s", engine.model.pooling.pooling_type
+            )
 
     @property
     def num_running(self) -> int:

@@ -56,6 +56,9 @@ def test_vectors_equal_transformers(tmp_path: Path, family: str) -> None:
             for states, output in zip([*expected, *expected[::-1]], outputs, strict=True):
                 np.testing.assert_allclose(output.outputs.data, of(states), atol=1e-4, rtol=1e-4)
                 assert output.num_cached_tokens == 0
+        [own] = llm.embed(given(PROMPTS[-1:]), use_tqdm=False)
+        state = expected[-1][-1 if family == "Gemma3Text" else 0]
+        np.testing.assert_allclose(own.outputs.embedding, state / np.linalg.norm(state), atol=1e-4, rtol=1e-4)
         [tokens] = llm.encode(given(PROMPTS[-1:]), use_tqdm=False, pooling_task="token_embed")
         np.testing.assert_allclose(tokens.outputs.data, expected[-1], atol=1e-4, rtol=1e-4)
         assert llm.stats().kv_blocks_used == 0

@@ -140,7 +140,9 @@ def check_costs(costs: StepCosts, config: EngineConfig, beside: Container[str] =
     ]
     if differ:
         were, are = (", ".join(f"{name} {getattr(each, name)}" for name in differ) for each in (costs.of, asked))
-        raise ConfigError(f"the step costs were measured of {were}, and asked for is {are}: measure a table of that")
+        raise ConfigError(
+            f"the step costs were measured of {were}, and asked for is {are}: name the same, or measure a table of that"
+        )
     measured, wanted = costs.max_num_batched_tokens, config.scheduler.max_num_batched_tokens
     if measured < wanted:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -97,4 +98,8 @@ class Runs:
         return arrivals(traffic, self._options.seconds, seed, config.model.vocab_size)
 
     def _mean(self, layout: Layout, run: Callable[[int], Outcome]) -> Outcome:
-        return mean_of([for_all(run(seed), layout) for seed in range(self._options.seeds)])
+        outcomes = []
+        for seed in range(self._options.seeds):
+            print(f"{layout}: run {seed + 1} of {self._options.seeds}", file=sys.stderr, flush=True)
+            outcomes.append(for_all(run(seed), layout))
+        return mean_of(outcomes)
