@@ -218,7 +218,11 @@ def test_what_does_not_go_together_is_refused(
 @pytest.mark.parametrize(
     ("of", "given", "problem"),
     [
-        ({"model": "other"}, [], "measured of model other, and asked for is model tiny: measure a table"),
+        (
+            {"model": "other"},
+            [],
+            "measured of model other, and asked for is model tiny: name the same, or measure a table",
+        ),
         ({}, ["--dtype", "float32"], "of dtype bfloat16, kv_cache_dtype bfloat16, and asked for is dtype float32"),
         ({}, ["-tp", "2"], "of tensor_parallel_size 1, and asked for is tensor_parallel_size 2"),
         ({}, ["--threads", "2"], "of threads 1, and asked for is threads 2"),
