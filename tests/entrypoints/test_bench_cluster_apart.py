@@ -19,7 +19,7 @@ from entrypoints.bench.cluster.apart import TwoHops, apart_args, prefill_apart
 from entrypoints.bench.cluster.clock import Clock
 from entrypoints.bench.cluster.costs import StepCosts, read_costs
 from entrypoints.bench.cluster.layouts import Layout, layout
-from entrypoints.bench.cluster.outcome import Outcome, ranked_alike
+from entrypoints.bench.cluster.outcome import Outcome, Ranked, ranked_alike
 from entrypoints.bench.cluster.simulate import Cluster
 from entrypoints.bench.cluster.stages import Stages
 from entrypoints.bench.cluster.traffic import Arrival
@@ -135,14 +135,25 @@ def test_prompts_hold_up_nobody_who_decodes(configs: tuple[EngineConfig, EngineC
     assert two[0] == two[1]
 
 
-def outcome(ttft_p90: float) -> Outcome:
+def outcome(ttft_p90: float, spread: float | None = 0.1) -> Outcome:
     names = [name for name in Outcome.__struct_fields__ if name not in ("ttft_p90", "spread")]
-    return Outcome(ttft_p90=ttft_p90, spread={"ttft_p90": 0.1}, **dict.fromkeys(names, 0.0))
+    spreads = {} if spread is None else {"ttft_p90": spread}
+    return Outcome(ttft_p90=ttft_p90, spread=spreads, **dict.fromkeys(names, 0.0))
 
 
 def test_pairs_that_are_ranked_alike() -> None:
     simulated, real = ([outcome(seconds) for seconds in each] for each in ((1.0, 2.0, 3.0), (1.0, 3.0, 2.0)))
-    assert ranked_alike(simulated, real, "ttft_p90") == (2, 3)
+    assert ranked_alike(simulated, real, "ttft_p90") == Ranked(alike=2, pairs=3, alike_apart=2, apart=3)
+
+
+def test_what_real_runs_do_not_tell_apart_is_not_counted_as_ranked() -> None:
+    simulated = [outcome(seconds) for seconds in (1.0, 2.0, 3.0)]
+    real = [outcome(1.0, 0.2), outcome(3.0, 0.8), outcome(2.5, 0.6)]  # the last two differ by less than they vary
+    found = ranked_alike(simulated, real, "ttft_p90")
+    assert found == Ranked(alike=2, pairs=3, alike_apart=2, apart=2)
+    assert str(found) == "2 of 3, 2 of the 2 that real runs tell apart"
+    once = [outcome(seconds, None) for seconds in (1.0, 3.0, 2.0)]
+    assert ranked_alike(simulated, once, "ttft_p90") == Ranked(alike=2, pairs=3, alike_apart=0, apart=0)
 
 
 def test_layouts_are_drawn(tmp_path: Path) -> None:

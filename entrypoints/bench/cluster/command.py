@@ -331,5 +331,5 @@ def _ranked(told: list[Told]) -> str:
     from entrypoints.bench.cluster.outcome import ranked_alike
 
     simulated, real = ([outcome for kind, _, outcome in told if kind == wanted] for wanted in ("simulated", "real"))
-    found = [(ranked_alike(simulated, real, name), name) for name in ("ttft_p90", "tpot_p90")]
-    return "pairs ranked alike: " + ", ".join(f"{alike} of {pairs} by {name}" for (alike, pairs), name in found)
+    found = (f"by {name} {ranked_alike(simulated, real, name)}" for name in ("ttft_p90", "tpot_p90"))
+    return "pairs ranked alike: " + "; ".join(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -130,11 +131,26 @@ def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
     return Outcome(**{name: statistics.mean(each) for name, each in values.items()}, pace=pace, spread=spread)
 
 
-def ranked_alike(simulated: Sequence[Outcome], real: Sequence[Outcome], name: str) -> tuple[int, int]:
-    """Of how many pairs of the same runs both say which has less of `name`, and how many pairs there are."""
-    pairs = list(itertools.combinations(range(len(real)), 2))
-    less = [
-        [getattr(each[first], name) < getattr(each[second], name) for first, second in pairs]
-        for each in (simulated, real)
-    ]
-    return sum(ours == theirs for ours, theirs in zip(*less, strict=True)), len(pairs)
+class Ranked(msgspec.Struct, frozen=True):
+    """Pairs of layouts, and of how many the simulated and the real ones say alike which has less."""
+
+    alike: int
+    pairs: int
+    alike_apart: int
+    apart: int
+    """pairs that differ in reality by more than the deviations of their seeds, so that real runs rank them at all"""
+
+    def __str__(self) -> str:
+        return f"{self.alike} of {self.pairs}, {self.alike_apart} of the {self.apart} that real runs tell apart"
+
+
+def ranked_alike(simulated: Sequence[Outcome], real: Sequence[Outcome], name: str) -> Ranked:
+    """Of the same runs, by `name`. With one seed nothing is told apart."""
+    alike, apart = [], []
+    for first, second in itertools.combinations(range(len(real)), 2):
+        ours, theirs = (getattr(each[first], name) - getattr(each[second], name) for each in (simulated, real))
+        spreads = [real[each].spread.get(name, math.inf) for each in (first, second)]
+        alike.append((ours < 0) == (theirs < 0))
+        apart.append(abs(theirs) > math.hypot(*spreads))
+    both = sum(same and told for same, told in zip(alike, apart, strict=True))
+    return Ranked(sum(alike), len(alike), both, sum(apart))
