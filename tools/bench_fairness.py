@@ -1,11 +1,12 @@
 """What the policy `fair` and deadlines do under load: the engine's scheduler on a virtual clock, with steps that cost
-what OPT-13B's cost on an A100 (`entrypoints/bench/paper/cost.py`). Nothing is computed, so a minute of load takes
-seconds, and the same seed gives the same figures on any machine.
+what OPT-13B's cost on an A100 (`entrypoints/bench/paper/cost.py`), or SmolLM2's on two cores. Nothing is computed, so a
+minute of load takes seconds, and the same seed gives the same figures on any machine.
 
 Run: python tools/bench_fairness.py [--seconds 60] [--seed 1]. Prints one JSON object a line.
 
 `flood`: nine tenants that send little, alone and beside a tenth that sends 100 times as much. `overload`: more than can
-be served, all with a deadline; goodput is what ended within it, peak what a load of 1.0 brings.
+be served, all with a deadline; goodput is what ended within it, peak what a load of 1.0 brings. `exact`: answers are as
+long as `max_tokens`; else all say 1,000, and answers end when they end.
 """
 
 from __future__ import annotations
@@ -23,13 +24,36 @@ from engine.errors import QueueFullError
 from engine.kv_cache.kv_cache import KVCache
 from engine.request import Tenant
 from engine.scheduling.scheduler import Scheduler
-from engine.step import RowParams, StepResult
+from engine.step import RowParams, StepPlan, StepResult
 from entrypoints.bench.paper.cost import OPT_13B, StepCost
 
 BLOCK, ROWS, BUDGET, CONTEXT = 16, 128, 512, 2048
 HONEST = 9
-CAPACITY = 5.0
-"""requests a second of these lengths that the simulated server sustains"""
+END, LOOSE = 9, 1000
+"""the token that ends an answer; what may be asked for where it does"""
+
+
+class TwoCores:
+    """Compute is scarce, not bandwidth: what a step takes is by its tokens, nearly."""
+
+    def of_plan(self, plan: StepPlan) -> float:
+        return 0.012 + 0.0047 * int(plan.rows.query_lens.sum())
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server, and requests a second of these lengths that it sustains."""
+
+    cost: StepCost | TwoCores
+    capacity: float
+    deadline_s: float
+
+
+SERVERS = {
+    "A100": Served(StepCost(OPT_13B, BLOCK), 5.0, 20.0),
+    "two cores": Served(TwoCores(), 0.47, 30.0),
+}
+CAPACITY = SERVERS["A100"].capacity
 
 
 @dataclass
@@ -53,6 +77,9 @@ class Run:
 
     policy: Policy
     requests: Sequence[Request]
+    cost: StepCost | TwoCores = SERVERS["A100"].cost
+    exact: bool = True
+    """`max_tokens` is how long each answer is"""
     now: float = field(default=0.0, init=False)
     busy: float = field(default=0.0, init=False)
     given: dict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
@@ -60,7 +87,6 @@ class Run:
     preemptions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.cost = StepCost(OPT_13B, BLOCK)
         kv = KVCache(OPT_13B.num_slots // BLOCK, BLOCK, False, (None,), BUDGET, 0, False)
         config = SchedulerConfig(
             max_num_seqs=ROWS,
@@ -87,7 +113,7 @@ class Run:
             seconds = self.cost.of_plan(plan)
             self.now += seconds
             self.busy += seconds
-            result = StepResult(step_id=plan.step_id, token_ids=[7] * int(plan.rows.samples.sum()))
+            result = StepResult(step_id=plan.step_id, token_ids=self._sampled(plan, live))
             for delta in each_delta(self.scheduler.complete(result, seconds)):
                 request = live[delta.request_id]
                 if request.first is None and delta.token_ids:
@@ -103,6 +129,16 @@ class Run:
                 del live[name]
         self.preemptions = self.scheduler.stats().preemptions
 
+    def _sampled(self, plan: StepPlan, live: dict[str, Request]) -> list[int]:
+        """The last one of an answer ends it."""
+        rows, tokens = self.scheduler._rows, []
+        for row in plan.rows.row[plan.rows.samples > 0].tolist():
+            seq = rows.owners[row]
+            request = live.get(seq.request_id) if seq is not None else None
+            last = request is not None and len(seq.tokens) - seq.prompt_len + 1 >= request.output
+            tokens.append(END if last else 7)
+        return tokens
+
     def _end(self, live: dict[str, Request], deltas: Sequence[SequenceDelta]) -> None:
         """They were too late to begin."""
         for delta in deltas:
@@ -116,8 +152,8 @@ class Run:
         message = AddRequest(
             request_id=str(index),
             prompt_token_ids=[1] * request.prompt,
-            params=RowParams(seed=0),
-            max_tokens=request.output,
+            params=RowParams(seed=0, stop_token_ids=[END]),
+            max_tokens=request.output if self.exact else LOOSE,
             tenant=Tenant(request.tenant),
             deadline_s=None if request.deadline_s is None else request.deadline_s - (self.now - request.at),
         )
@@ -170,10 +206,11 @@ def flood(seconds: float, seed: int) -> None:
             print(json.dumps(line), flush=True)
 
 
-def overload(seconds: float, seed: int) -> None:
-    peak = 0.0
+def overload(name: str, exact: bool, seconds: float, seed: int) -> None:
+    served, peak = SERVERS[name], 0.0
     for factor in (0.8, 1.0, 1.2, 2.0, 4.0):
-        run = Run("fcfs", load({"all": factor * CAPACITY}, seconds, seed, deadline_s=20.0))
+        requests = load({"all": factor * served.capacity}, seconds, seed, served.deadline_s)
+        run = Run("fcfs", requests, served.cost, exact)
         run.go()
         admitted = [each for each in run.requests if each.refused is None]
         kept = [each for each in admitted if each.end is not None]
@@ -181,6 +218,8 @@ def overload(seconds: float, seed: int) -> None:
         peak = max(peak, goodput) if factor <= 1.2 else peak
         line = {
             "case": "overload",
+            "server": name,
+            "exact": exact,
             "load": factor,
             "requests": len(run.requests),
             "refused": len(run.requests) - len(admitted),
@@ -201,7 +240,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     flood(options.seconds, options.seed)
-    overload(5 * options.seconds, options.seed)
+    for name, longer in (("A100", 5), ("two cores", 20)):
+        for exact in (True, False):
+            overload(name, exact, longer * options.seconds, options.seed)
     return 0
 
 

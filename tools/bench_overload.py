@@ -1,6 +1,7 @@
 """An OpenAI-compatible server under more than it can serve, where an answer is worth something within a deadline only.
 
-What it can serve is found first (`--clients` that ask again and again), then it is asked at that pace, then at
+What it can serve is found first (`--clients` that ask again and again, at first without a deadline: whatever a server
+does for the first time is done then), then it is asked at that pace, then at
 `--times` as much for `--seconds`, at moments of a Poisson process. Every request says its deadline
 (`x-request-timeout`), and its client leaves when it is over. Goodput is what ended within the deadline, a second; the
 peak is the better of the first two. Prints JSON. Usage: ``python tools/bench_overload.py URL [--deadline 10]``.
@@ -39,7 +40,7 @@ class Load:
     def __init__(self, options: argparse.Namespace, client: httpx.AsyncClient, model: str) -> None:
         self.options, self.client, self.model = options, client, model
         self.random = random.Random(options.seed)
-        self.headers = {"x-request-timeout": str(options.deadline)}
+        self.deadline: float | None = None
 
     def body(self) -> dict[str, object]:
         length = round(self.options.input_len * self.random.uniform(0.5, 1.5))
@@ -51,9 +52,10 @@ class Load:
         began = time.perf_counter()
         url = self.options.url.rstrip("/") + "/v1/completions"
         seen.asked += 1
+        headers = {} if self.deadline is None else {"x-request-timeout": str(self.deadline)}
         try:
-            async with asyncio.timeout(self.options.deadline):
-                reply = await self.client.post(url, json=self.body(), headers=self.headers)
+            async with asyncio.timeout(self.deadline):
+                reply = await self.client.post(url, json=self.body(), headers=headers)
         except TimeoutError:
             seen.late += 1
             return
@@ -121,6 +123,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
         models = (await client.get(options.url.rstrip("/") + "/v1/models")).raise_for_status().json()
         load = Load(options, client, models["data"][0]["id"])
         await load.closed(options.find_seconds / 3)
+        load.deadline = options.deadline
         found = 0.0 if options.rate else await load.closed(options.find_seconds)
         rate = options.rate or found
         peak = await load.open(rate, options.peak_seconds)

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.core.loop import STATS_CHANGED, CoreLoop
+from engine.core.inbox import STATS_CHANGED
+from engine.core.loop import CoreLoop
 from engine.core.process import failure
 from engine.core.sleeper import Sleeper
 from engine.core.start import DEFAULT_EXECUTOR, build_core, load_executor

@@ -11,12 +11,21 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
 from queue import Empty, SimpleQueue
 
 import msgspec
 
-from engine.adapters.request import LoRARequest
+from engine.core.baton import Baton
+from engine.core.inbox import (
+    STATS_CHANGED,
+    STEP_DONE,
+    AdapterLoaded,
+    GrammarCompiled,
+    Inbox,
+    Message,
+    Post,
+    StatsChanged,
+)
 from engine.core.profiles import CoreProfiles
 from engine.core.rounds import Rounds
 from engine.core.step_scheduler import KVReports, StepScheduler
@@ -35,7 +44,6 @@ from engine.core.wire import (
     StepOutputs,
     StepTaken,
     StopProfile,
-    ToCore,
     UnpinPrefix,
     Vocabulary,
     Wake,
@@ -50,41 +58,6 @@ from engine.step import Rows, StepPlan
 logger = logging.getLogger(__name__)
 
 
-class StepDone(Enum):
-    """What the executor puts into the inbox when a step can be collected."""
-
-    STEP_DONE = 0
-
-
-STEP_DONE = StepDone.STEP_DONE
-
-
-class StatsChanged(Enum):
-    """What makes the loop tell its stats though no step was collected: compiled pieces took over."""
-
-    STATS_CHANGED = 0
-
-
-STATS_CHANGED = StatsChanged.STATS_CHANGED
-
-
-class GrammarCompiled(msgspec.Struct, frozen=True):
-    """What the thread that compiles puts into the inbox."""
-
-    grammar: str
-
-
-class AdapterLoaded(msgspec.Struct, frozen=True):
-    """What the thread that loads puts into the inbox."""
-
-    adapter: LoRARequest
-
-
-Message = ToCore | SequenceDelta | StepDone | StatsChanged | GrammarCompiled | AdapterLoaded | News
-Post = Callable[[Message], None]
-Inbox = SimpleQueue[Message]
-"""What waits for the loop. A `SequenceDelta` is the answer to a message that did not decode; it passes as it is."""
-
 MAX_EMPTY_PLANS = 100
 MESSAGES_A_TURN = 512
 """A flood of messages holds up no step for longer than these take."""
@@ -96,8 +69,8 @@ NO_STEP = StepPlan(step_id=-1)
 class CoreLoop:
     """Plans, submits, collects and completes steps; with two in flight, one step ahead of the device.
 
-    Not thread-safe, but for `inbox` (any thread may put) and `turns`, `taken`, `phase` and `step_times` (any thread may
-    read).
+    Not thread-safe, but for `inbox` (any thread may put), `take_now` (one other thread may call) and `turns`, `taken`,
+    `phase` and `step_times` (any thread may read).
     """
 
     def __init__(
@@ -147,6 +120,10 @@ class CoreLoop:
         self._set_vocabulary = set_vocabulary
         self._kv_reports, self._ends = kv_reports, ends
         self._rounds = rounds
+        self._baton = Baton()
+        self._untold: list[Delta] = []
+        """of what was taken while a step computed, and could not be told"""
+        self._told_first = False  # by the last turn, instead of collecting
         put = post or self.inbox.put
         self._profiles = CoreProfiles(executor, lambda: put(STATS_CHANGED))
 
@@ -186,7 +163,7 @@ class CoreLoop:
         and a new request is planned, without waiting for the step to end.
         """
         self._observer.mark(step_profile.PLAN)
-        deltas = self._drain(wait)
+        deltas, self._untold = self._untold + self._drain(wait), []
         if self.stopped:
             return None
         deltas += self._end_overdue()
@@ -197,7 +174,7 @@ class CoreLoop:
         deltas += self._scheduler.end_failed()
         self._send_masks()
         step: StepTaken | None = None
-        collected = bool(self._done)
+        collected = bool(self._done) and not self._tells_first(deltas)
         if collected:
             step, brought = self._collect()
             deltas += brought
@@ -212,6 +189,13 @@ class CoreLoop:
         if step is None and not deltas and not has_news and kv_events is None:
             return None
         return StepOutputs(deltas=deltas, stats=self._stats(), step=step, kv_events=kv_events)
+
+    def _tells_first(self, deltas: list[Delta]) -> bool:
+        """Where `collect` computes the step, what came while it was planned does not wait for it, nor does what there
+        is to tell; once a step, whatever else comes."""
+        deltas += self._take_waiting()
+        self._told_first = bool(deltas) and not self._told_first
+        return self._told_first
 
     def _plan_ahead(self) -> bool:
         """Whether there was room for one more step, and something for it to do."""
@@ -248,7 +232,8 @@ class CoreLoop:
         self._observer.mark(step_profile.COLLECT)
         submitted, tokens, known = self._submitted.popleft()
         began = max(submitted, self._collected)
-        result = self._executor.collect()
+        with self._baton:
+            result = self._executor.collect()
         self._collected = time.perf_counter()
         self._in_flight -= 1
         self._done.popleft()
@@ -262,6 +247,20 @@ class CoreLoop:
             return None, []
         return StepTaken(seconds, tokens + sum(result.drafted)), self._scheduler.complete(result, seconds)
 
+    def take_now(self, message: Message, tell: Callable[[StepOutputs], bool]) -> bool:
+        """From the thread that receives, when all messages before it are taken: while the loop's thread computes, who
+        comes is queued or refused, and who leaves is let go. `tell`: False where nothing can be sent now; the loop does
+        it then. False: the message is to wait in the inbox."""
+        if not isinstance(message, (AddRequest, AbortRequests)) or not self._baton.take():
+            return False
+        try:
+            deltas = self._apply(message)
+            if deltas and (self._untold or not tell(StepOutputs(deltas=list(deltas), stats=self._stats()))):
+                self._untold += deltas
+        finally:
+            self._baton.give_back()
+        return True
+
     def _drain(self, wait: bool) -> list[Delta]:
         deltas: list[Delta] = []
         waits_for_step = self._in_flight > 0 and self._nothing_to_do
@@ -272,6 +271,10 @@ class CoreLoop:
             self.phase = "plan"
             self._observer.mark(step_profile.PLAN)
             deltas += self._apply(message)
+        return deltas + self._take_waiting()
+
+    def _take_waiting(self) -> list[Delta]:
+        deltas: list[Delta] = []
         for _ in range(MESSAGES_A_TURN):
             if self.stopped:
                 break

@@ -20,7 +20,8 @@ import traceback
 import msgspec
 import zmq
 
-from engine.core.loop import CoreLoop, Inbox, Message, refusal
+from engine.core.inbox import Inbox, Message
+from engine.core.loop import CoreLoop, refusal
 from engine.core.wire import FromCore, Heartbeat, SequenceDelta, Shutdown, ToCore
 
 logger = logging.getLogger(__name__)
@@ -162,11 +163,18 @@ class Mailbox:
                 break
             self._received += 1
             message = self._decode(frame)
-            if message is not None:
-                self.inbox.put(message)
-            else:
+            if message is None:
                 self._dropped += 1
+            elif not self._taken_now(message):
+                self.inbox.put(message)
         time.sleep((self._corrupt - corrupt) * CORRUPT_PAUSE_S)
+
+    def _taken_now(self, message: Message) -> bool:
+        """It waits for nothing, not even for the step that computes in the loop's thread."""
+        loop = self._loop
+        if loop is None or loop.taken + self._dropped + 1 < self._received:
+            return False
+        return loop.take_now(message, lambda outputs: self._try_to_send(self._encoder.encode(outputs)))
 
     def _decode(self, frame: bytes) -> ToCore | SequenceDelta | None:
         """A frame that is not a message fails the request it names, where it names one, and nothing else."""

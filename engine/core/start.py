@@ -12,8 +12,9 @@ from typing import cast
 from engine.adapters.interface import AdapterLoader
 from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
+from engine.core.inbox import STATS_CHANGED, AdapterLoaded, GrammarCompiled, Inbox, Post
 from engine.core.kv_reports import KVEventReports
-from engine.core.loop import STATS_CHANGED, AdapterLoaded, CoreLoop, GrammarCompiled, Inbox, Post
+from engine.core.loop import CoreLoop
 from engine.core.rounds import Rounds, in_rounds
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError

@@ -216,9 +216,9 @@ class Admission:
         self._held.let_go_of_landed(seq)
         self._waiting.take(seq)
         if seq.cached_tokens is None:
-            seq.cached_tokens, seq.started_at = hit.num_tokens, self._expected.clock()
+            seq.cached_tokens = hit.num_tokens
             self.prompt_tokens += seq.prompt_len
-            self._expected.started(seq.prompt_len)
+            self._expected.started(seq)
             if self._held.fair is not None:
                 self._held.fair.started(seq, len(seq.tokens) - hit.num_tokens)
         self._rows.enter(seq, hit.num_tokens)

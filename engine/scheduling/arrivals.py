@@ -102,7 +102,6 @@ class Arrivals:
         return None
 
     def _queue(self, request: AddRequest, samples: list[Sequence], start: Matcher | None) -> None:
-        self._expected.queued()
         if request.grammar is not None and start is None:
             self._constrained.prepare(request.grammar, samples)
         else:
@@ -113,8 +112,9 @@ class Arrivals:
         blocks = self._held.kv.open(request.cache_salt, request.adapter_key)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
         seq.adapter, seq.tenant = request.lora_request, request.tenant.name
+        seq.arrived_at = self._expected.clock()
         if request.deadline_s is not None:
-            seq.deadline = self._expected.clock() + request.deadline_s
+            seq.deadline = seq.arrived_at + request.deadline_s
         if self._held.fair is not None:
             self._held.fair.join(seq, request.tenant)
         self._number += 1

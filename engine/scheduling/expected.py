@@ -1,194 +1,228 @@
-"""How long a request will take that comes now: what waits before it, over how fast such work has been taken up, then
-its own prompt and answer. Who cannot be served in time is told so at once, not when its time is over."""
+"""Who cannot be served within its deadline, or makes others miss theirs, is told so when it comes, not when its time is
+over: by how long answers were (`Answers`), what steps cost (`StepCosts`), and what runs and waits (`Forecast`)."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from collections.abc import Sequence as Sequences
+
+import numpy as np
 
 from engine.core.wire import AddRequest
 from engine.errors import QueueFullError
 from engine.request import Tenant
-from engine.scheduling.fair_queue import FairQueue
+from engine.scheduling.answers import Answers, RunningMean
+from engine.scheduling.forecast import Forecast, Job, Prices
+from engine.scheduling.holdings import Holdings
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.step import Rows
 from engine.step_costs import StepCosts
 
-_WINDOW_S = 0.5
-"""over which is seen how fast prompts are taken up, while some wait"""
-_MEMORY = 0.8
-"""weight of the past in the running mean of that"""
-_REMEMBERED_S = _WINDOW_S / (1 - _MEMORY)
-_MISSES = 0.025
-"""of those that are let in, how many may turn out too late"""
-_STEP = 0.04
-"""by which the margin grows with each of them"""
-_LEAST, _MOST = 1.0, 3.0
-_ANSWER_MEMORY = 0.95
-"""and of what sequences were"""
-_MOST_TIMES = 4.0
-"""what one may be of the mean, as far as is learnt from it"""
-_MOST_TENANTS = 1024
-"""whose answers are known apart"""
+_FEW, _MANY = 0.01, 0.03
+"""of those that are let in, how many turn out too late where the margin is too large, or too small"""
+_LOOKED_AT, _FEWEST, _LOOKED_AT_S = 100, 20, 60.0
+"""so many are looked at, or at least so many for so long, before they are few"""
+_MORE, _LESS = 1.2, 0.9
+"""times the margin, then"""
+_LEAST, _MOST = 1.0, 2.0
 _NEAR_S = 0.05
 """before its deadline: what ends then was not in time"""
+_AT_ONCE_S = 1e-6
+"""between two that come"""
 _FEWEST_TOKENS = 4
-"""of an answer that tells how long a token takes"""
-
-
-class _Running:
-    """A mean that forgets, and how far values are from it."""
-
-    def __init__(self) -> None:
-        self.mean = self._square = 0.0
-
-    def add(self, value: float) -> None:
-        weight = _ANSWER_MEMORY if self.mean else 0.0
-        value = min(value, _MOST_TIMES * self.mean or value)  # one that stood still says little of others
-        self.mean = weight * self.mean + (1 - weight) * value
-        self._square = weight * self._square + (1 - weight) * value**2
-
-    @property
-    def high(self) -> float:
-        """A standard deviation above the mean, or twice that: what is long past stays longest in squares."""
-        return self.mean + min(math.sqrt(max(self._square - self.mean**2, 0.0)), self.mean)
+"""of an answer that tells how many steps a token takes"""
 
 
 class Expected:
     def __init__(
-        self,
-        waiting: WaitingQueue,
-        running: Sequences[Sequence],
-        costs: StepCosts,
-        clock: Callable[[], float] = time.monotonic,
-        rows: int = 1,
+        self, held: Holdings, costs: StepCosts, rows: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`rows`: sequences that run at a time."""
-        self._waiting, self._running, self._costs, self.clock = waiting, running, costs, clock
-        self._rows = rows
-        self._rate = 0.0
-        """tokens of prompts that were taken up in a second; 0: nobody had to wait yet"""
-        self._since: float | None = None
-        self._taken = 0
-        self._answers: OrderedDict[str, _Running] = OrderedDict()
-        """tokens, by the tenants' names: nobody's long answers make others' deadlines too short"""
-        self._answer = _Running()
-        """of all: for who is new"""
-        self._token_s = _Running()
-        """seconds of one of them, from when its sequence was taken up to its end"""
+        self._held, self._costs, self._rows, self.clock = held, costs, rows, clock
+        self._waiting, self._running = held.waiting, held.running
+        self.answers = Answers()
+        self._token_steps = RunningMean()
+        """of a token of an answer: fewer than one where drafts are right, more where stages take turns"""
+        self._prompts = RunningMean()
+        """tokens of a prompt"""
+        self._together = RunningMean(memory=0.995)
+        """that run while others wait for them to end"""
+        self.steps = 0
+        """since the start"""
         self._margin = 1.25
         """over what is expected of who comes: so large that few of those that are let in turn out too late"""
+        self._since = self.clock()
+        """when it was changed"""
+        self._refused_at = 0.0
+        """when somebody was, last"""
+        self._gaps, self._came_at = RunningMean(memory=0.8), self._since
+        """seconds between those that come; when one did, last"""
+        self._kept = self._missed = 0
+        """deadlines of those that came since"""
 
-    def queued(self) -> None:
-        """A request is about to wait."""
-        if self._since is None or not len(self._waiting):
-            self._since, self._taken = self.clock(), 0
+    # -- learning ----------------------------------------------------------------------------------------------------
 
-    def started(self, prompt_tokens: int) -> None:
-        """A request was taken up."""
-        now = self.clock()
-        if self._since is not None:
-            self._taken += prompt_tokens
-            if now - self._since >= _WINDOW_S:
-                new = self._taken / (now - self._since)
-                self._rate = _MEMORY * self._rate + (1 - _MEMORY) * new if self._rate else new
-                self._since = None
-        if not len(self._waiting):
-            self._since = None
-        elif self._since is None:
-            self._since, self._taken = now, 0
+    def stepped(self, rows: Rows) -> None:
+        """A step has ended. If it computed no prompt, who waits does so for a row, or blocks."""
+        self.steps += 1
+        if len(self._waiting) and self._running and bool((rows.query_lens == rows.samples).all()):
+            self._together.add(len(self._running))
+
+    def started(self, seq: Sequence) -> None:
+        """For the first time."""
+        seq.started_at, seq.started_step = self.clock(), self.steps
 
     def ended(self, seq: Sequence, by_itself: bool) -> None:
-        """Of one that was broken off it is known that it would have been longer."""
-        if seq.deadline is not None:
-            self._learn(self.clock() < seq.deadline - _NEAR_S)
-        tokens = len(seq.tokens) - seq.prompt_len
+        self._learn(seq, seq.deadline is not None and self.clock() < seq.deadline - _NEAR_S)
+        tokens, most = _had(seq), seq.max_total - seq.prompt_len
         if seq.params.pooling is not None or seq.group is not None or seq.started_at is None:
             return
-        answers = self._of(seq.tenant)
-        if by_itself or tokens > answers.mean:
-            answers.add(tokens)
-            self._answer.add(tokens)
+        self.answers.ended(seq.tenant, tokens, most, by_itself)
+        self._prompts.add(seq.prompt_len)
         if tokens >= _FEWEST_TOKENS and not seq.interrupted:
-            self._token_s.add((self.clock() - seq.started_at) / tokens)
+            self._token_steps.add((self.steps - seq.started_step) / tokens)
 
-    def _of(self, tenant: str) -> _Running:
-        found = self._answers.setdefault(tenant, _Running())
-        self._answers.move_to_end(tenant)
-        if len(self._answers) > _MOST_TENANTS:
-            self._answers.popitem(last=False)
-        return found
+    def _learn(self, seq: Sequence, kept: bool) -> None:
+        """One that was let in has kept its deadline, or has not. Those that came before the margin was what it is say
+        nothing of it: many are late at once; nor do those that were in time because nobody else came."""
+        if seq.deadline is None or seq.arrived_at < self._since or (kept and self._refused_at < seq.arrived_at):
+            return
+        self._kept += kept
+        self._missed += not kept
+        seen, now = self._kept + self._missed, self.clock()
+        if self._missed > max(_MANY * seen, 1):
+            times = _MORE
+        elif seen >= _LOOKED_AT or (seen >= _FEWEST and now - self._since >= _LOOKED_AT_S):
+            times = _LESS if self._missed <= _FEW * seen else 1.0
+        else:
+            return
+        self._margin = min(max(self._margin * times, _LEAST), _MOST)
+        self._since, self._kept, self._missed = now, 0, 0
+
+    # -- who comes ---------------------------------------------------------------------------------------------------
 
     def check(self, request: AddRequest) -> None:
-        """Raises `QueueFullError` where its deadline cannot be kept."""
+        """Raises `QueueFullError` where its deadline cannot be kept, or others' that run."""
+        now = self.clock()
+        self._gaps.add(max(now - self._came_at, _AT_ONCE_S))
+        self._came_at = now
         if request.deadline_s is None or self._is_idle(0):
             return
-        seconds = self._margin * self.seconds(request)
-        if seconds > request.deadline_s:
-            raise _too_short(request.deadline_s, seconds)
+        try:
+            self._check(request, request.deadline_s)
+        except QueueFullError:
+            self._refused_at = now
+            raise
 
-    def is_late(self, seq: Sequence) -> QueueFullError | None:
-        """One that has not begun, and could not end in time if it did now."""
-        if not self.would_be_late(seq) or seq.deadline is None:
-            return None
-        self._learn(False)
-        return _too_short(seq.deadline - self.clock(), self._seconds_of(seq))
+    def _check(self, request: AddRequest, deadline_s: float) -> None:
+        job, forecast = self._job(request), self._forecast(request)
+        seconds = self._margin * forecast.seconds(job)
+        if seconds > deadline_s:
+            raise _too_short(deadline_s, seconds)
+        steps = self._steps_left()
+        left = np.array([seq.deadline for seq in self._running], dtype=float) - self.clock()  # NaN: there is none
+        alone, beside = forecast.running_s(steps), forecast.running_s(steps, job)
+        # Those that would be late anyway, beyond all doubt, keep nobody out.
+        late = (alone <= self._margin * left) & (self._margin * beside > left) & (beside > alone)
+        late &= self._protected(request.tenant)
+        if late.any():
+            ends = float(beside[late].min())
+            raise QueueFullError(
+                f"what runs would miss its deadlines beside this: it ends in {ends:.3g} s at the earliest", ends
+            )
 
-    def would_be_late(self, seq: Sequence) -> bool:
-        """As `is_late`; nothing follows from it."""
-        if seq.deadline is None or seq.cached_tokens is not None or self._is_idle(1):
-            return False
-        return self._seconds_of(seq) > seq.deadline - self.clock()
-
-    def _seconds_of(self, seq: Sequence) -> float:
-        return self._service_s(seq.tenant, seq.prompt_len, seq.max_total - seq.prompt_len)
+    def seconds(self, request: AddRequest) -> float:
+        """Until its end, as far as is known."""
+        return self._forecast(request).seconds(self._job(request))
 
     def _is_idle(self, waiting: int) -> bool:
         """Nothing runs, and no more than that waits: whoever comes is served at once, and shows how long that takes."""
         return not self._running and len(self._waiting) <= waiting
 
-    def _learn(self, kept: bool) -> None:
-        """One that was let in has kept its deadline, or has not."""
-        change = 1 - _STEP * _MISSES / (1 - _MISSES) if kept else 1 + _STEP
-        self._margin = min(max(self._margin * change, _LEAST), _MOST)
+    def _job(self, request: AddRequest) -> Job:
+        """The tenant's answers are as long as those before, or a little longer."""
+        rows = request.beams.width if request.beams is not None else 1 + len(request.followers)
+        steps = sum(self.answers.expected(request.tenant.name, request.max_tokens)) * self._steps_a_token
+        return Job(steps, len(request.prompt_token_ids), rows)
 
-    def seconds(self, request: AddRequest) -> float:
-        """Until its end, as far as is known."""
-        service_s = self._service_s(request.tenant.name, len(request.prompt_token_ids), request.max_tokens)
-        return self._wait_s(request) + service_s
+    @property
+    def _steps_a_token(self) -> float:
+        return self._token_steps.mean or 1.0
 
-    def _service_s(self, tenant: str, prompt: int, most: int) -> float:
-        """The tenant's answers are as long as those before, or a little longer, and take as long."""
-        answers = self._answers.get(tenant, self._answer)
-        token_s = self._token_s.high or self._costs.decode_s
-        return prompt * self._costs.prompt_token_s + min(most, answers.high) * token_s
+    def _forecast(self, request: AddRequest) -> Forecast:
+        running, rows, waiting = self._running, self._held.rows, self._waiting
+        first, before = waiting.first(), 0.0
+        if first is not None and request.priority >= first.key[0]:
+            before = len(waiting) * self._before(request.tenant) / max(waiting.num_tokens, 1)
+        prompts, at = np.array([(seq.prompt_len, seq.row) for seq in running], dtype=np.int64).reshape(-1, 2).T
+        return Forecast(
+            self._prices,
+            Job(self.answers.mean * self._steps_a_token, self._prompts.mean),
+            1 / self._gaps.mean if self._gaps.mean else 0.0,
+            len(running),
+            self._rows_that_fit(),
+            float(np.maximum(prompts - rows.computed[at], 0).sum()),
+            round(before),
+        )
 
-    def _wait_s(self, request: AddRequest) -> float:
-        first = self._waiting.first()
-        if first is None or request.priority < first.key[0]:
-            return 0.0
-        rate = self._rate
-        if self._since is not None and (passed := self.clock() - self._since) > _WINDOW_S:  # few for so long
-            rate = min(rate, (_REMEMBERED_S * rate + self._taken) / (_REMEMBERED_S + passed))
-            rate = rate or max(self._taken, first.prompt_len) / passed
-        service_s = self._answer.mean * self._token_s.mean
-        if rate and service_s:  # whoever runs will leave
-            rate = max(rate, sum(seq.prompt_len for seq in self._running) / service_s)
-        elif service_s:  # nobody had to wait yet: many have come at once
-            prompt = self._waiting.num_tokens / len(self._waiting)
-            turns = self._before(request.tenant) / prompt - (self._rows - len(self._running)) + 1
-            return max(turns, 0.0) / self._rows * service_s
-        return self._before(request.tenant) / rate if rate else 0.0
+    def _steps_left(self) -> np.ndarray:
+        """Of those that run, as many as they may well need."""
+        running = self._running
+        known = [(seq.max_total - seq.prompt_len, _had(seq)) for seq in running]
+        most, had = np.array(known, dtype=np.int64).reshape(-1, 2).T
+        return self._steps_a_token * self.answers.left([seq.tenant for seq in running], most, had)
+
+    def _rows_that_fit(self) -> int:
+        """At a time: as many as run while others wait."""
+        together = round(self._together.mean)
+        return min(self._rows, together) if together and len(self._waiting) else self._rows
+
+    @property
+    def _prices(self) -> Prices:
+        return Prices(*self._costs.rows_s(), self._costs.prompt_token_s)
 
     def _before(self, tenant: Tenant) -> float:
         """Tokens of prompts that are taken up before one of the tenant's."""
-        waiting = self._waiting
-        if isinstance(waiting, FairQueue):
-            return min(waiting.tokens_of(tenant) / waiting.share_of(tenant), waiting.num_tokens)
-        return waiting.num_tokens
+        waiting, fair = self._waiting, self._held.fair
+        if fair is None:
+            return waiting.num_tokens
+        return min(fair.tokens_of(tenant) / fair.share_of(tenant), waiting.num_tokens)
+
+    def _protected(self, tenant: Tenant) -> np.ndarray:
+        """Of those that run, whose deadlines count: where the policy is fair, not of tenants that run more than the one
+        who comes would, for their weight."""
+        fair = self._held.fair
+        if fair is None:
+            return np.ones(len(self._running), dtype=bool)
+        own = fair.share_with(tenant)
+        accounts = (seq.account for seq in self._running)
+        return np.array([each is not None and each.share <= own for each in accounts], dtype=bool)
+
+    # -- who waits ---------------------------------------------------------------------------------------------------
+
+    def is_late(self, seq: Sequence) -> QueueFullError | None:
+        """One that has not begun, and could not end in time if it did now."""
+        if not self.would_be_late(seq) or seq.deadline is None:
+            return None
+        self._learn(seq, False)
+        return _too_short(seq.deadline - self.clock(), self._service_s(seq))
+
+    def would_be_late(self, seq: Sequence) -> bool:
+        """As `is_late`; nothing follows from it."""
+        if seq.deadline is None or seq.cached_tokens is not None or self._is_idle(1):
+            return False
+        return self._service_s(seq) > seq.deadline - self.clock()
+
+    def _service_s(self, seq: Sequence) -> float:
+        """Beside as many as run now."""
+        prices = self._prices
+        steps = self.answers.expected(seq.tenant, seq.max_total - seq.prompt_len)[0] * self._steps_a_token
+        step_s = prices.step_s + prices.row_s * (len(self._running) + len(seq.siblings))
+        return seq.prompt_len * prices.prompt_token_s + steps * step_s
+
+
+def _had(seq: Sequence) -> int:
+    return len(seq.tokens) - seq.prompt_len
 
 
 def _too_short(left: float, seconds: float) -> QueueFullError:

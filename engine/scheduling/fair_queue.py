@@ -86,6 +86,11 @@ class FairQueue(WaitingQueue):
         others = sum(account.weight for account in self._queues if account.name != tenant.name)
         return tenant.weight / (tenant.weight + others)
 
+    def share_with(self, tenant: Tenant) -> float:
+        """Rows of the tenant, and one more, over its weight."""
+        account = self._accounts.get(tenant.name)
+        return (1 + (0 if account is None else account.rows)) / tenant.weight
+
     # -- the queue ---------------------------------------------------------------------------------------------------
 
     def push(self, seq: Sequence) -> None:

@@ -75,7 +75,7 @@ class Scheduler:
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._running = self._held.running
-        self._expected = Expected(self._held.waiting, self._running, self._costs, clock, config.max_num_seqs)
+        self._expected = Expected(self._held, self._costs, config.max_num_seqs, clock)
         self._outcomes = Outcomes(self._held, self._speculation, self._expected)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows = self._held.rows
@@ -278,6 +278,7 @@ class Scheduler:
         step = self._steps.pop(result)
         self._fetches.go_on()
         self._adapted.go_on()
+        self._expected.stepped(step.rows)
         if seconds:
             self._costs.observe(step.rows, sum(result.drafted), seconds)
         if self._held.fair is not None:

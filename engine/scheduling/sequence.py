@@ -58,6 +58,8 @@ class Sequence:
     """prompt tokens found in the cache at the first start; None before it"""
     started_at: float | None = None
     """when that was (`SequenceDelta.started_at`)"""
+    started_step: int = 0
+    """how many steps had ended by then"""
     next_prompt_logprob: int = 1
     """first prompt position whose log-probability has not been delivered (position 0 has none)"""
     tenant: str = ""
@@ -66,8 +68,10 @@ class Sequence:
     """times that one that came later started before it, because it found more in the prefix cache"""
     interrupted: bool = False
     """it was preempted"""
+    arrived_at: float = 0.0
+    """on the scheduler's clock"""
     deadline: float | None = None
-    """when it is to have ended, on the scheduler's clock"""
+    """when it is to have ended, on that clock"""
     max_blocks: int = 0
     """what its request may hold at once, by itself"""
     pin: str | None = None

@@ -142,6 +142,67 @@ class FakeExecutor:
             done()
 
 
+class ComputesInCollect(FakeExecutor):
+    """As `engine.executor.inline`. Its second step ends when it is let go."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.began, self.go = threading.Event(), threading.Event()
+        self._plans: SimpleQueue[StepPlan] = SimpleQueue()
+
+    def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
+        self.log.append(("submit", plan.step_id))
+        self._plans.put(plan)
+        done()
+
+    def collect(self) -> StepResult:
+        plan = self._plans.get_nowait()
+        if plan.step_id == 1:
+            self.hold()
+        self.log.append(("collect", plan.step_id))
+        return self.compute(plan)
+
+    def hold(self) -> None:
+        self.began.set()
+        assert self.go.wait(60)
+
+
+class Gate:
+    """Of a process: two files."""
+
+    def __init__(self, pid: int) -> None:
+        folder = Path(tempfile.gettempdir())
+        self._computing, self._open = folder / f"core-{pid}-computing", folder / f"core-{pid}-go"
+
+    def hold(self) -> None:
+        self._computing.touch()
+        _wait_for(self._open)
+
+    def wait_until_computing(self) -> None:
+        _wait_for(self._computing)
+
+    def open(self) -> None:
+        self._open.touch()
+
+    def remove(self) -> None:
+        self._computing.unlink(missing_ok=True)
+        self._open.unlink(missing_ok=True)
+
+
+def _wait_for(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, f"{path.name} does not appear"
+        time.sleep(0.01)
+
+
+class HeldByAFile(ComputesInCollect):
+    """In a process of its own."""
+
+    def hold(self) -> None:
+        Gate(os.getpid()).hold()
+
+
 class CompilingBehind(FakeExecutor):
     """It has compiled when nobody asks it anything."""
 

@@ -1,244 +1,281 @@
-"""How long a request is expected to take, beside a server that takes as long by rule; and who is refused for it."""
+"""Who is refused because a deadline would be missed: its own, or another's that runs; and how careful that is."""
 
 from __future__ import annotations
 
-import heapq
-import random
-
+import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 from scheduler_loop import Loop
 
 from engine.core.wire import AddRequest
 from engine.errors import QueueFullError
-from engine.kv_cache.sequence_blocks import SequenceBlocks
-from engine.request import Tenant
+from engine.request import NOBODY, Tenant
 from engine.scheduling.expected import Expected
-from engine.scheduling.fair_queue import FairQueue
-from engine.scheduling.sequence import Sequence, Status
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.sequence import Sequence
 from engine.step import RowParams, Rows
-from engine.step_costs import StepCosts
 
-DECODE_S = 0.01
-
-
-def _costs() -> StepCosts:
-    import numpy as np
-
-    costs = StepCosts()
-    for _ in range(20):
-        costs.observe(Rows(np.ones((5, 4), dtype=np.int32)), 0, DECODE_S)
-    return costs
+STEP_S, ROW_S, PROMPT_S = 0.01, 0.005, 0.001
 
 
-def _request(prompt: int, deadline_s: float | None = None, tenant: str = "", priority: int = 0) -> AddRequest:
+def _request(
+    name: str,
+    max_tokens: int,
+    deadline_s: float | None = None,
+    prompt: int = 4,
+    tenant: Tenant = NOBODY,
+    priority: int = 0,
+) -> AddRequest:
     return AddRequest(
-        request_id="x",
+        request_id=name,
         prompt_token_ids=[1] * prompt,
         params=RowParams(seed=0),
-        max_tokens=1000,
-        tenant=Tenant(tenant),
+        max_tokens=max_tokens,
+        tenant=tenant,
         priority=priority,
         deadline_s=deadline_s,
     )
 
 
 class Server:
-    """Rows that are each busy for as long as an answer takes; what arrives waits for one."""
+    """A scheduler that has seen answers as long as was allowed, and steps that cost what those of above do."""
 
-    def __init__(self, rows: int, queue: WaitingQueue) -> None:
-        self.now, self.queue = 1000.0, queue
-        self.expected = Expected(queue, [], _costs(), lambda: self.now, rows)
-        self.busy = [0.0] * rows
-        self.started: dict[int, float] = {}
-        self.number = 0
+    def __init__(self, rows: int = 8, policy: str = "fcfs", num_blocks: int = 4096) -> None:
+        self.loop = Loop(
+            rows=rows,
+            num_blocks=num_blocks,
+            budget=64,
+            max_model_len=2048,
+            policy=policy,
+            caching=False,  # type: ignore[arg-type]
+        )
+        self.scheduler, self.now = self.loop.scheduler, 1000.0
+        self.expected: Expected = self.scheduler._expected
+        self.expected.clock = lambda: self.now
+        self.expected._since = self.now
+        costs = self.scheduler._costs
+        for turn in range(400):
+            num = 1 + turn % 8
+            costs.observe(Rows(np.ones((5, num), dtype=np.int32)), 0, STEP_S + ROW_S * num)
+        costs.prompt_token_s = PROMPT_S
+        for index in range(400):
+            most = 10 + 37 * (index % 11)
+            self.expected.answers.ended("", most, most, by_itself=True)
 
-    def arrive(self, prompt: int, tenant: str = "") -> int:
-        self.number += 1
-        blocks = SequenceBlocks.__new__(SequenceBlocks)
-        seq = Sequence(str(self.number), RowParams(seed=0), [1] * prompt, (0, self.number), 10**6, blocks)
-        if isinstance(self.queue, FairQueue):
-            self.queue.join(seq, Tenant(tenant))
-        self.expected.queued()
-        self.queue.push(seq)
-        return self.number
+    def add(self, request: AddRequest) -> None:
+        self.scheduler.add(request)
 
-    def go_on(self, until: float, answer: float = 100.0) -> None:
-        """Rows take up who waits as they become free."""
-        while (first := self.queue.first()) is not None and self.busy[0] <= until:
-            self.now = max(self.now, heapq.heappop(self.busy))
-            heapq.heappush(self.busy, self.now + answer * DECODE_S)
-            self.queue.pop()
-            first.status = Status.RUNNING
-            if isinstance(self.queue, FairQueue):
-                first.cached_tokens = 0
-                self.queue.started(first, first.prompt_len)
-            self.expected.started(first.prompt_len)
-            done = Sequence("x", RowParams(seed=0), [1], (0, 0), 10**6, first.blocks)
-            done.tokens += [1] * int(answer)
-            done.started_at = self.now - answer * DECODE_S
-            self.expected.ended(done, by_itself=True)
-            self.started[int(first.request_id)] = self.now
-        self.now = max(self.now, until)
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.loop.turn()
+        costs = self.scheduler._costs
+        costs._decodes_s, costs.prompt_token_s = STEP_S, PROMPT_S
 
 
-def test_where_nobody_waits_it_is_the_answer_alone() -> None:
-    server = Server(4, WaitingQueue())
-    for _ in range(10):
-        server.arrive(50)
-        server.go_on(server.now + 2)
-    assert server.expected.seconds(_request(50)) == pytest.approx(100 * DECODE_S, rel=0.01)
+def test_it_is_told_how_long_its_steps_take_beside_those_that_run() -> None:
+    server = Server()
+    alone = server.expected.seconds(_request("x", 100))
+    assert alone == pytest.approx(100 * (STEP_S + ROW_S), rel=0.1)
+    for index in range(3):
+        server.add(_request(f"r{index}", 100))
+    server.turns(3)
+    beside = server.expected.seconds(_request("x", 100))
+    assert 100 * (STEP_S + 3.5 * ROW_S) < beside < 100 * (STEP_S + 4.5 * ROW_S)
+    short = server.expected.seconds(_request("x", 10))
+    assert short < 0.2 * beside
 
 
-def test_of_a_burst_behind_a_quiet_time_each_is_told_of_those_before_it() -> None:
-    server = Server(2, WaitingQueue())
-    for _ in range(2):
-        server.arrive(50)
-        server.go_on(server.now + 20)
-    service = 100 * DECODE_S
-    told = {}
-    for index in range(14):
-        seconds = server.expected.seconds(_request(50)) - service
-        told[server.arrive(50)] = seconds
-        assert index > 1 or seconds == 0
-    at = server.now
-    server.go_on(at + 100)
-    assert all(abs(server.started[number] - at - seconds) <= service for number, seconds in told.items())
-    assert max(told.values()) > 5 * service
+def test_who_cannot_be_in_time_is_refused_told_when_to_ask_again_and_leaves_nothing() -> None:
+    server = Server(rows=1)
+    server.add(_request("runs", 200))
+    server.turns(2)
+    server.add(_request("waits", 200))
+    needs = server.expected._margin * server.expected.seconds(_request("x", 100))
+    assert needs > 1.25 * 0.8 * 500 * (STEP_S + ROW_S)
+    with pytest.raises(QueueFullError, match="too short: by what waits and runs") as error:
+        server.add(_request("x", 100, deadline_s=needs - 1))
+    assert error.value.retry_after_s == pytest.approx(1)
+    server.add(_request("in time", 100, deadline_s=needs + 1))
+    server.add(_request("has time", 100))
+    server.loop.receive(server.scheduler.abort(["runs", "waits", "in time", "has time"]))
+    server.loop.run()
+    server.loop.assert_nothing_leaked()
+    assert server.scheduler._held.waiting.num_tokens == 0
 
 
-@pytest.mark.parametrize("overload", [1.5, 4.0])
-def test_under_overload_the_wait_is_what_it_turns_out_to_be(overload: float) -> None:
-    """Rows are what is scarce; prompts differ a hundredfold."""
-    random.seed(1)
-    server = Server(8, WaitingQueue())
-    told: dict[int, tuple[float, float]] = {}
-    per_second = overload * 8 / (100 * DECODE_S)
-    while server.now < 1020:
-        prompt = random.choice([10, 100, 1000])
-        seconds = server.expected.seconds(_request(prompt)) - 100 * DECODE_S
-        told[server.arrive(prompt)] = server.now, seconds
-        server.go_on(server.now + random.expovariate(per_second))
-    server.go_on(server.now + 200)
-    off = [abs(server.started[n] - at - wait) / (server.started[n] - at) for n, (at, wait) in told.items() if at > 1010]
-    assert sorted(off)[len(off) // 2] < 0.25 and sorted(off)[int(len(off) * 0.95)] < 0.5
+def test_who_would_make_others_late_is_refused_though_it_would_be_in_time_itself() -> None:
+    server = Server()
+    server.add(_request("runs", 100, deadline_s=3.0))
+    server.turns(2)
+    heavy = _request("x", 100, deadline_s=60.0, prompt=1500)
+    with pytest.raises(QueueFullError, match="what runs would miss its deadlines") as error:
+        server.add(heavy)
+    assert 1.5 < (error.value.retry_after_s or 0) < 4
+    server.add(_request("light", 20, deadline_s=60.0))
+    server.add(changed(heavy, request_id="has no deadline", deadline_s=None))
 
 
-def test_who_cannot_be_in_time_is_refused_and_told_when_to_ask_again() -> None:
-    server = Server(2, WaitingQueue())
-    for _ in range(60):
-        server.arrive(100)
-        server.go_on(server.now + 0.1)
-    wait = server.expected._margin * server.expected.seconds(_request(100))
-    assert 10 < wait < 40 and 1 < server.expected._margin < 2
-    server.expected.check(_request(100))
-    server.expected.check(_request(100, deadline_s=wait + 1))
-    with pytest.raises(QueueFullError, match="too short") as error:
-        server.expected.check(_request(100, deadline_s=wait - 4))
-    assert error.value.retry_after_s == pytest.approx(4)
-    server.expected.check(_request(100, deadline_s=2, priority=-1))
+def test_those_that_are_late_whoever_comes_keep_nobody_out() -> None:
+    server = Server()
+    server.add(_request("runs", 100, deadline_s=3.0))
+    server.turns(2)
+    server.now += 2.9
+    server.add(_request("x", 100, deadline_s=60.0, prompt=1500))
+
+
+def test_a_tenants_many_rows_do_not_keep_another_one_out() -> None:
+    server = Server(policy="fair")
+    flood, honest = Tenant("flood"), Tenant("honest")
+    for index in range(3):
+        server.add(_request(f"r{index}", 100, deadline_s=3.6, tenant=flood))
+    server.turns(4)
+    heavy = _request("x", 100, deadline_s=60.0, prompt=1500, tenant=flood)
+    with pytest.raises(QueueFullError, match="what runs"):
+        server.add(heavy)
+    server.add(changed(heavy, request_id="y", tenant=honest))
 
 
 def test_of_a_flood_that_waits_another_tenant_waits_for_its_share_alone() -> None:
-    server = Server(2, FairQueue())
-    for _ in range(60):
-        server.arrive(100, "flood")
-        server.go_on(server.now + 0.1)
-    assert server.expected.seconds(_request(100, tenant="flood")) > 10
-    assert server.expected.seconds(_request(100, tenant="honest")) < 2
+    server = Server(rows=1, policy="fair")
+    server.add(_request("runs", 20, tenant=Tenant("flood")))
+    server.turns(2)
+    for index in range(30):
+        server.add(_request(f"w{index}", 100, tenant=Tenant("flood")))
+    assert server.expected.seconds(_request("x", 100, tenant=Tenant("flood"))) > 30
+    assert server.expected.seconds(_request("x", 100, tenant=Tenant("honest"))) < 10
 
 
-@pytest.mark.parametrize(("kept", "limit"), [(True, 1.0), (False, 3.0)])
-def test_the_margin_follows_what_became_of_those_that_were_let_in(kept: bool, limit: float) -> None:
-    expected = Server(2, WaitingQueue()).expected
-    for _ in range(2000):
-        expected._learn(kept)
-    assert expected._margin == limit
-    expected._margin = 1.5
-    for number in range(40 * 50):
-        expected._learn(number % 40 != 0)
-    assert expected._margin == pytest.approx(1.5, rel=0.1), "one of forty is what is wanted"
-
-
-def test_who_waits_for_rows_that_nobody_leaves_is_told_so() -> None:
-    """Nothing was taken up for long: what was seen before says nothing."""
-    server = Server(2, WaitingQueue())
-    for _ in range(20):
-        server.arrive(100)
-        server.go_on(server.now + 0.5)
-    before = server.expected.seconds(_request(100))
-    server.busy = [server.now + 1000] * 2
-    for _ in range(3):
-        server.arrive(100)
-    server.now += 60
-    assert server.expected.seconds(_request(100)) > before + 60
-
-
-def test_the_scheduler_refuses_it_and_takes_nothing() -> None:
-    loop = Loop(rows=1, num_blocks=64, max_model_len=64)
-    for index in range(8):
-        loop.add(str(index), [index] * 20, 20)
-    for _ in range(30):
-        loop.turn()
-    expected = loop.scheduler._admission._expected
-    expected._rate = 10.0
-    with pytest.raises(QueueFullError):
-        loop.scheduler.add(_request(4, deadline_s=1e-9))
-    loop.scheduler.add(_request(4, deadline_s=1e6))
-    loop.scheduler.abort(["x"])
-    loop.run()
-    loop.assert_nothing_leaked()
-    assert loop.scheduler._held.waiting.num_tokens == 0
-
-
-def _ended(server: Server, tokens: int, seconds: float, tenant: str = "", interrupted: bool = False) -> None:
-    seq = Sequence("x", RowParams(seed=0), [1], (0, 0), 10**6, SequenceBlocks.__new__(SequenceBlocks))
-    seq.tokens += [1] * tokens
-    seq.started_at, seq.tenant, seq.interrupted = server.now - seconds, tenant, interrupted
-    server.expected.ended(seq, by_itself=True)
+def test_the_more_urgent_does_not_wait_for_the_line() -> None:
+    server = Server(rows=1, policy="priority")
+    server.add(_request("runs", 20))
+    server.turns(2)
+    for index in range(10):
+        server.add(_request(f"w{index}", 100))
+    assert server.expected.seconds(_request("x", 100, priority=-1)) < 0.3 * server.expected.seconds(_request("x", 100))
 
 
 def test_whatever_was_seen_who_comes_while_nothing_runs_is_let_in() -> None:
     """Or nobody would ever learn that the server is fast again."""
-    server = Server(4, WaitingQueue())
-    for _ in range(64):
-        _ended(server, 16, 600.0)
-    server.expected.check(_request(100, deadline_s=5))
-    running = Sequence("r", RowParams(seed=0), [1], (0, 0), 99, SequenceBlocks.__new__(SequenceBlocks))
-    server.expected._running = [running]
+    server = Server()
+    request = _request("x", 1000, deadline_s=0.5)
+    server.expected.check(request)
+    server.add(_request("runs", 100))
+    server.turns(2)
     with pytest.raises(QueueFullError):
-        server.expected.check(_request(100, deadline_s=5))
-    for _ in range(150):
-        _ended(server, 16, 0.1)
-    server.expected.check(_request(100, deadline_s=5))
+        server.expected.check(request)
 
 
-def test_one_that_stood_still_says_little_of_others() -> None:
-    server = Server(4, WaitingQueue())
+def test_one_that_waits_and_could_not_end_in_time_any_more_is_told_so() -> None:
+    server = Server(rows=1)
+    server.add(_request("runs", 1000))
+    server.turns(2)
+    server.add(_request("x", 100, deadline_s=1000.0))
+    seq = server.scheduler._live["x"]
+    assert server.expected.is_late(seq) is None
+    server.now += 998
+    error = server.expected.is_late(seq)
+    assert error is not None and (error.retry_after_s or 0) > 0
+    (end,) = [delta for delta in server.scheduler.end_failed() if delta.request_id == "x"] or [None]
+    assert end is None, "only its turn tells"
+
+
+def test_as_many_fit_as_run_while_others_wait() -> None:
+    server = Server(num_blocks=100)
+    for index in range(3):
+        server.add(_request(f"r{index}", 100, prompt=160))
+    assert server.expected._rows_that_fit() == 8
+    server.turns(5)
+    assert server.expected._rows_that_fit() == 8, "they wait until prompts are computed"
+    server.turns(15)
+    assert len(server.scheduler._held.waiting) == 1
+    assert server.expected._rows_that_fit() == 2
+    server.loop.receive(server.scheduler.abort(["r2"]))
+    assert server.expected._rows_that_fit() == 8
+
+
+def test_if_few_come_their_prompts_are_not_what_steps_are_made_of() -> None:
+    server = Server()
+    server.add(_request("runs", 1000))
+    server.turns(2)
+    server.expected._prompts.add(1000)
+    needs = []
+    for seconds_apart in (0.1, 100.0):
+        for _ in range(40):
+            server.now += seconds_apart
+            server.expected.check(_request("x", 1))
+        needs.append(server.expected.seconds(_request("x", 100)))
+    assert needs[1] == pytest.approx(100 * (STEP_S + 2 * ROW_S), rel=0.2)
+    assert needs[0] > 1.5 * needs[1]
+
+
+def test_drafts_that_are_right_make_answers_shorter() -> None:
+    server = Server()
+    before = server.expected.seconds(_request("x", 100))
     for _ in range(100):
-        _ended(server, 100, 1.0)
-    _ended(server, 4, 3600.0)
-    _ended(server, 4, 3600.0, interrupted=True)
-    assert server.expected.seconds(_request(10)) < 3
+        seq = _sequence(server, tokens=90)
+        seq.started_step, server.expected.steps = 0, 30
+        server.expected.ended(seq, by_itself=True)
+    assert server.expected.seconds(_request("x", 100)) == pytest.approx(before / 3, rel=0.1)
 
 
-def test_ones_long_answers_say_nothing_of_anothers() -> None:
-    server = Server(4, WaitingQueue())
-    for _ in range(100):
-        _ended(server, 100, 1.0, "honest")
-    for _ in range(100):
-        _ended(server, 8000, 80.0, "long")
-    assert server.expected.seconds(_request(10, tenant="honest")) < 2
-    assert server.expected.seconds(_request(10, tenant="long")) > 5
-    for index in range(5000):
-        _ended(server, 5, 1.0, f"tenant {index}")
-    assert len(server.expected._answers) <= 1024
+# -- the margin --------------------------------------------------------------------------------------------------------
 
 
-def test_a_queue_that_was_empty_begins_anew() -> None:
-    server = Server(1, WaitingQueue())
-    server.expected.queued()
-    server.now += 3600
-    for _ in range(2):
-        server.arrive(100)
-    assert server.expected.seconds(_request(100)) < 5
+def _sequence(server: Server, tokens: int = 1) -> Sequence:
+    running = _request("s", 100)
+    server.add(running)
+    seq = server.scheduler._live["s"]
+    server.scheduler.abort(["s"])
+    seq.tokens += [1] * tokens
+    seq.arrived_at = seq.started_at = server.now
+    return seq
+
+
+def _learn(server: Server, kept: bool, came: float | None = None) -> None:
+    """While others are refused."""
+    seq = _sequence(server)
+    server.expected._refused_at = seq.arrived_at = server.now if came is None else came
+    seq.deadline = seq.arrived_at + 10
+    server.expected._learn(seq, kept)
+
+
+@pytest.mark.parametrize(("kept", "limit"), [(True, 1.0), (False, 2.0)])
+def test_the_margin_follows_what_became_of_those_that_were_let_in(kept: bool, limit: float) -> None:
+    server = Server()
+    for _ in range(1000):
+        _learn(server, kept)
+    assert server.expected._margin == limit
+
+
+def test_one_of_fifty_is_what_is_wanted() -> None:
+    server = Server()
+    for number in range(50 * 30):
+        _learn(server, number % 50 != 25)
+    assert server.expected._margin == 1.25
+
+
+def test_many_that_are_late_at_once_count_once() -> None:
+    """They came while the margin was another."""
+    server = Server()
+    came = server.now
+    for _ in range(30):
+        server.now += 0.1
+        _learn(server, False, came)
+    assert server.expected._margin == pytest.approx(1.25 * 1.2)
+
+
+def test_those_that_were_in_time_because_nobody_else_came_say_nothing() -> None:
+    server = Server()
+    for _ in range(1000):
+        seq = _sequence(server)
+        seq.deadline = server.now + 10
+        server.expected._learn(seq, kept=True)
+    assert server.expected._margin == 1.25
+
+
+def test_where_few_come_a_minute_is_long_enough() -> None:
+    server = Server()
+    server.expected._margin = 2.0
+    for _ in range(10 * 20):
+        server.now += 3.2
+        _learn(server, True)
+    assert server.expected._margin == pytest.approx(max(2.0 * 0.9**10, 1.0))

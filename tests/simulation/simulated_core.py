@@ -19,8 +19,9 @@ from toy_adapters import ToyAdapters
 from toy_grammars import ToyGrammars
 
 from engine.config import EngineConfig
+from engine.core.inbox import AdapterLoaded, GrammarCompiled, Message
 from engine.core.kv_reports import KVEventReports
-from engine.core.loop import AdapterLoaded, CoreLoop, GrammarCompiled, Message
+from engine.core.loop import CoreLoop
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, FromCore, Heartbeat, Phase, ToCore
 from engine.executor.interface import CompileState
 from engine.kv_cache.kv_cache import KVCache

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from engine.config import EngineConfig
-from engine.core.loop import Message
+from engine.core.inbox import Message
 from engine.core.start import build_core
 from engine.core.wire import CoreStats, StepOutputs, ToCore
 from engine.kv_transfer.interface import Connector

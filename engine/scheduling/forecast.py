@@ -1,0 +1,78 @@
+"""When those that run and wait, and one that comes, will have ended: every step has a part for each row, so whoever
+comes makes all others slower (processor sharing). Whoever ends is followed by another one, as far as there are so many
+that come: then as many run as now, and prompts have their part of each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of a step, of each of its rows, and of a token of a prompt."""
+
+    step_s: float
+    row_s: float
+    prompt_token_s: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has not begun: steps of each of its rows, and tokens of its prompt."""
+
+    steps: float
+    prompt_tokens: float
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    prices: Prices
+    typical: Job
+    """of those that come"""
+    arrivals_per_s: float
+    running: int
+    """rows"""
+    rows: int
+    """that can run at a time"""
+    prompt_tokens: float
+    """of those that run, still to be computed"""
+    waiting: int = 0
+    """who is before any that comes"""
+
+    def step_s(self, rows: float) -> float:
+        """What a step takes, with its part of the prompts of those that follow."""
+        typical, prices = self.typical, self.prices
+        alone, prompt_s = prices.step_s + rows * prices.row_s, typical.prompt_tokens * prices.prompt_token_s
+        all_follow = alone + rows * prompt_s / max(typical.steps, 1.0)
+        left = 1.0 - prompt_s * self.arrivals_per_s  # of the time, after the prompts of all that come
+        return min(all_follow, alone / left) if left > 0.0 else all_follow
+
+    @property
+    def _line(self) -> int:
+        """Those that cannot start at once."""
+        return max(self.running + self.waiting - self.rows, 0)
+
+    def _beside(self, job: Job) -> float:
+        """What a step takes with that one."""
+        return self.step_s(min(self.running + self.waiting + job.rows, max(self.rows, job.rows)))
+
+    def _prompts_s(self, job: Job) -> float:
+        begin = (self.waiting - self._line) * self.typical.prompt_tokens
+        return self.prices.prompt_token_s * (self.prompt_tokens + begin + job.prompt_tokens)
+
+    def seconds(self, job: Job) -> float:
+        """Until that one, which comes now, has ended."""
+        starts = 0.0
+        if self.running + self.waiting + job.rows > self.rows:
+            starts = (self._line + 1) * self.typical.steps / max(self.rows, 1)
+        return (starts + job.steps) * self._beside(job) + self._prompts_s(job)
+
+    def running_s(self, steps: np.ndarray, job: Job | None = None) -> np.ndarray:
+        """Until those that run have ended that have so many steps to go, float64, beside `job` if it starts."""
+        if job is None or self._line:
+            job = Job(0.0, 0.0, 0)
+        seconds: np.ndarray = steps * self._beside(job) + self._prompts_s(job)
+        return seconds
