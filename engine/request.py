@@ -319,6 +319,8 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     """a step of the core took it up; known with its first token"""
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_moves: int = 0
+    """times that another core went on with it, because the one before died or was taken away"""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):

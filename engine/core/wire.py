@@ -180,6 +180,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """with its first tokens: when a step took it up, on `time.monotonic`'s clock, which a machine's processes share"""
     accepted_tokens: int = 0
     """of these tokens, those that were drafts"""
+    moved: bool = False
+    """another core goes on with it than the one that has begun (`engine.replicas`)"""
     error: str | None = None
     """with finish_reason "error": why"""
     kv_transfer: KVTransferParams | None = None

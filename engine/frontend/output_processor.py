@@ -245,6 +245,9 @@ class OutputProcessor:
             if delta.kv_transfer is not None:
                 request.kv_transfer = as_answer(delta.kv_transfer)
         request.accepted_tokens += delta.accepted_tokens
+        if delta.moved:
+            sample.moves += 1
+            request.metrics.num_moves = max(request.metrics.num_moves, sample.moves)
         if delta.token_ids:
             if request.metrics.first_token_time is None:
                 self._first_tokens(request.metrics, delta, now)

@@ -33,6 +33,8 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self.latest: float | None = None
         """when its latest tokens came"""
+        self.moves = 0
+        """from core to core"""
         self._index = index
         self._params = params
         self._tokenizer = tokenizer

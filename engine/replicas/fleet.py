@@ -374,6 +374,9 @@ class Fleet(Generic[C]):
         if only is None:
             self._pin_elsewhere(message, place)
         self._deliveries.move(name, place.replica)
+        if left.resumed:
+            deltas: list[Delta] = [SequenceDelta(request_id=each, moved=True) for each in left.request_ids]
+            self.told.append(StepOutputs(deltas=deltas, stats=self._stats()))
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 from msgspec import UNSET
@@ -172,7 +173,7 @@ class ChatHandler:
         return [self.envelope([choice], usage) for choice in choices]
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        opened = False
+        opened, options = False, self.body.stream_options
         async with aclosing(await self.stream(delta=True)) as outputs:
             async for output in outputs:
                 if not opened:
@@ -180,12 +181,14 @@ class ChatHandler:
                     for chunk in self.opening(output):
                         yield event(chunk)
                 self.usage.add(0, output)
+                if options and options.include_moves and (moves := self.usage.moved()):
+                    yield event(msgspec.structs.replace(self.envelope([]), num_moves=moves))
                 for part in output.outputs:
                     with fails_alone("making a part of the answer"):
                         events = self.events_of(part)
                     for each in events:
                         yield each
-        if self.body.stream_options and self.body.stream_options.include_usage:
+        if options and options.include_usage:
             yield event(self.envelope([], self.usage.usage(self.answers.reasoning_tokens)))
         yield DONE
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
@@ -16,7 +17,7 @@ from engine.request import CompletionOutput, RequestOutput
 from entrypoints.server.context import EnginePrompt, Outputs, ServerContext, last
 from entrypoints.server.encoding import json_response
 from entrypoints.server.logprobs import CompletionLogprobs, CompletionScores, PromptLogprobs, prompt_logprobs
-from entrypoints.server.protocol import CompletionRequest
+from entrypoints.server.protocol import CompletionRequest, StreamOptions
 from entrypoints.server.responses import Completion, CompletionChoice, UsageCount, new_id, now
 from entrypoints.server.streaming import DONE, answer, event, event_stream, merge
 from entrypoints.server.structured import blamed_on
@@ -150,6 +151,11 @@ class CompletionHandler:
             chunk.usage = self.usage.usage() if with_usage else None
             return event(chunk)
 
+    def _moved(self, options: StreamOptions | None) -> bytes | None:
+        if options is None or not options.include_moves or not (moves := self.usage.moved()):
+            return None
+        return event(msgspec.structs.replace(self.envelope([]), num_moves=moves))
+
     async def whole(self) -> Completion:
         tasks = [asyncio.ensure_future(last(s)) for s in await self.streams(delta=False)]
         try:
@@ -184,11 +190,15 @@ class CompletionHandler:
             async with aclosing(streams[0]) as only:
                 async for output in only:
                     for part in self.take(0, output):
+                        if told := self._moved(options):
+                            yield told
                         yield self._event(0, output, part, each)
         else:
             async with aclosing(merge(streams)) as outputs:
                 async for i, output in outputs:
                     for part in self.take(i, output):
+                        if told := self._moved(options):
+                            yield told
                         yield self._event(i, output, part, each)
         if options and options.include_usage:
             final = self.envelope([])

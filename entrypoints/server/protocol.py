@@ -24,6 +24,8 @@ _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_moves: bool = False
+    """an event where another core goes on with the answer"""
     include_obfuscation: NoEffect = None
 
 

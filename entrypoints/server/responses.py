@@ -54,6 +54,8 @@ class Completion(msgspec.Struct):
     usage: Usage | None = None
     kv_transfer_params: dict[str, Any] | UnsetType | None = UNSET
     """where another engine finds the prompt's pages, for requests with these parameters"""
+    num_moves: int | UnsetType = UNSET
+    """of an event that says so: times that another core went on"""
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):
@@ -141,6 +143,8 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
     """in the first one"""
+    num_moves: int | UnsetType = UNSET
+    """of an event that says so: times that another core went on"""
 
 
 def new_id(prefix: str, separator: str = "-") -> str:
@@ -161,12 +165,18 @@ class UsageCount:
 
     def __init__(self) -> None:
         self._latest: dict[int, RequestOutput] = {}
-        self._completion = 0
+        self._completion = self._moves = 0
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
         self._latest[prompt_index] = output
         for part in output.outputs:
             self._completion += len(part.token_ids)
+
+    def moved(self) -> int:
+        """Times that other cores went on; 0: not since this was asked last."""
+        moves = sum(output.metrics.num_moves for output in self._latest.values() if output.metrics is not None)
+        before, self._moves = self._moves, moves
+        return moves if moves != before else 0
 
     def drop_completion(self, tokens: int) -> None:
         """Tokens that were generated and are not sent (echo with max_tokens 0)."""

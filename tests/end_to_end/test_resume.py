@@ -62,6 +62,7 @@ class Answer:
         self.texts: dict[int, str] = {}
         self.logprobs: list[Likeliest] = []
         self.prompt_logprobs: list[Likeliest] = []
+        self.moves = 0
 
     def see(self, output: RequestOutput) -> None:
         for sample in output.outputs:
@@ -70,6 +71,7 @@ class Answer:
                 self.texts.get(sample.index, "")
             )
             self.tokens[sample.index], self.texts[sample.index] = list(sample.token_ids), sample.text
+        self.moves = output.metrics.num_moves if output.metrics else 0
         if output.finished:
             first = output.outputs[0]
             assert all(each.finish_reason in ("length", "stop") for each in output.outputs), first.stop_reason
@@ -135,6 +137,8 @@ def test_answers_of_every_kind_go_on_behind_what_was_given(model: Path, settings
         assert (answer.tokens, answer.texts) == (wanted.tokens, wanted.texts), name
         for ours, theirs in ((answer.logprobs, wanted.logprobs), (answer.prompt_logprobs, wanted.prompt_logprobs)):
             assert ours == theirs if settings.get("batch_invariant") else len(ours) == len(theirs), name
+    assert not any(answer.moves for answer in undisturbed.values())
+    assert max(answer.moves for answer in found.values()) in (1, 2)
     assert re.fullmatch(FORM, found["grammar"].texts[0])
     assert len(found["logprobs"].logprobs) == 60
     assert len(found["logprobs"].prompt_logprobs) == len(PROMPTS["logprobs"])

@@ -114,6 +114,8 @@ class Script:
     """how long a thread that nobody can stop tokenizes"""
     stall_at: int | None = None
     """no token from this one on, ever"""
+    moved_at: tuple[int, ...] = ()
+    """another core has begun with these tokens"""
     die_at: int | None = None
     """the core dies instead of giving this token"""
     refuse: tuple[str, str] | None = None
@@ -232,6 +234,7 @@ class ScriptedCore:
                     stop_token_id=ended_by,
                     cached_tokens=script.cached_tokens if i == 0 else 0,
                     accepted_tokens=int(0 < i <= script.accepted_tokens),
+                    moved=i in script.moved_at,
                 )
             )
             if reason is not None:

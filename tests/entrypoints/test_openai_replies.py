@@ -219,6 +219,22 @@ def test_usage_comes_once_or_with_every_chunk_as_asked(tiny_server_model: Path) 
     assert continuous == [1, 2, 3, 3]
 
 
+def test_an_event_says_that_another_core_goes_on_where_that_is_asked_for(tiny_server_model: Path) -> None:
+    def told(url: str, body: dict[str, Any], **options: bool) -> list[int | None]:
+        server = Server(tiny_server_model)
+        server.script.step_s, server.script.moved_at = 0.02, (1, 3)
+        asked = {"stream": True, "max_tokens": 4, "n": 2, **body, "stream_options": options}
+        chunks = events(post(server, url, asked).text)
+        kind = ChatCompletionChunk if url == CHATS else Completion
+        assert all(kind.model_validate(chunk) for chunk in chunks)
+        return [chunk.get("num_moves") for chunk in chunks if not chunk["choices"] or "num_moves" in chunk]
+
+    for url, body in ((COMPLETIONS, {"prompt": "a"}), (CHATS, {"messages": MESSAGES})):
+        assert told(url, body, include_moves=True) == [1, 2]
+        assert told(url, body, include_moves=True, include_usage=True) == [1, 2, None]
+        assert told(url, body) == []
+
+
 def test_chat_validates_and_names_bytes_that_are_no_character(server: Server) -> None:
     body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2}
     reply = ChatCompletion.model_validate(post(server, "/v1/chat/completions", body).json(), strict=True)
