@@ -1,5 +1,5 @@
-"""Who may touch the scheduler: the loop's thread, and while that computes a step itself (an executor
-without a thread of its own, on CPUs) the one that receives."""
+"""Who may touch the scheduler: the loop's thread, and while that computes a step itself (an executor without a thread
+of its own, on CPUs) the one that receives."""
 
 from __future__ import annotations
 

@@ -310,7 +310,8 @@ class ProcessClient:
                 case CoreFailed():
                     raise self._failed(message)
                 case _:
-                    self._liveness.progressed(now)
+                    if not (isinstance(message, StepOutputs) and message.aside):  # told while a step computes
+                        self._liveness.progressed(now)
                     self._compiling = (message.stats if isinstance(message, StepOutputs) else message).compiling
                     return message
 

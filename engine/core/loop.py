@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -26,6 +27,7 @@ from engine.core.inbox import (
     Post,
     StatsChanged,
 )
+from engine.core.overdue import Overdue
 from engine.core.profiles import CoreProfiles
 from engine.core.rounds import Rounds
 from engine.core.step_scheduler import KVReports, StepScheduler
@@ -49,7 +51,7 @@ from engine.core.wire import (
     Wake,
 )
 from engine.errors import EngineError, InvalidRequestError, QueueFullError, in_words
-from engine.executor.interface import Executor
+from engine.executor.interface import Executor, MayComputeInCollect
 from engine.kv_transfer.interface import FetchDone, LeaseEnded, News
 from engine.observability import step_profile
 from engine.observability.step_profile import PartTimes, StepObserver
@@ -61,7 +63,6 @@ logger = logging.getLogger(__name__)
 MAX_EMPTY_PLANS = 100
 MESSAGES_A_TURN = 512
 """A flood of messages holds up no step for longer than these take."""
-_FEWEST_DEADLINES = 1024
 NO_STEP = StepPlan(step_id=-1)
 """what a replica has to do in a round of the others"""
 
@@ -112,15 +113,16 @@ class CoreLoop:
         self._empty_plans = 0
         self._has_news = False
         """the stats are worth telling by themselves"""
-        self._deadlines: dict[str, float] = {}
-        """by request, in order of arrival: when it has waited for too long, unless it has begun"""
-        self._most_deadlines = _FEWEST_DEADLINES
+        self._overdue = Overdue(scheduler)
         self._part_times = PartTimes()
         self._observer = observer or self._part_times
         self._set_vocabulary = set_vocabulary
         self._kv_reports, self._ends = kv_reports, ends
         self._rounds = rounds
+        self._inline = isinstance(executor, MayComputeInCollect) and executor.computes_in_collect
         self._baton = Baton()
+        self._failed_aside: BaseException | None = None
+        """in the thread that receives"""
         self._untold: list[Delta] = []
         """of what was taken while a step computed, and could not be told"""
         self._told_first = False  # by the last turn, instead of collecting
@@ -130,7 +132,7 @@ class CoreLoop:
     @property
     def has_work(self) -> bool:
         """False when a turn would do nothing until a message comes."""
-        if self._in_flight > 0 or self._scheduler.has_work or not self.inbox.empty():
+        if self._in_flight > 0 or self._scheduler.has_work or self._untold or not self.inbox.empty():
             return True
         return self._rounds is not None and self._rounds.wanted(self._scheduler.is_busy)
 
@@ -163,10 +165,10 @@ class CoreLoop:
         and a new request is planned, without waiting for the step to end.
         """
         self._observer.mark(step_profile.PLAN)
-        deltas, self._untold = self._untold + self._drain(wait), []
+        deltas = self._take_untold() + self._drain(wait)
         if self.stopped:
             return None
-        deltas += self._end_overdue()
+        deltas += self._overdue.end()
         planned = False
         while self._plan_ahead():
             planned = True
@@ -180,7 +182,7 @@ class CoreLoop:
             deltas += brought
             self._send_masks()
         self._observer.mark(step_profile.PUBLISH)
-        self._nothing_to_do = not planned and not collected
+        self._nothing_to_do = not planned and not collected and not self._done
         self._guard_against_stall(progress=not self._nothing_to_do or bool(deltas) or self._in_flight > 0)
         if not self._nothing_to_do:
             self.turns += 1
@@ -193,6 +195,8 @@ class CoreLoop:
     def _tells_first(self, deltas: list[Delta]) -> bool:
         """Where `collect` computes the step, what came while it was planned does not wait for it, nor does what there
         is to tell; once a step, whatever else comes."""
+        if not self._inline:
+            return False
         deltas += self._take_waiting()
         self._told_first = bool(deltas) and not self._told_first
         return self._told_first
@@ -231,10 +235,12 @@ class CoreLoop:
         self.phase = "collect"
         self._observer.mark(step_profile.COLLECT)
         submitted, tokens, known = self._submitted.popleft()
-        began = max(submitted, self._collected)
-        with self._baton:
+        began = time.perf_counter() if self._inline else max(submitted, self._collected)
+        with self._baton if self._inline else nullcontext():
             result = self._executor.collect()
         self._collected = time.perf_counter()
+        if self._failed_aside is not None:
+            raise self._failed_aside
         self._in_flight -= 1
         self._done.popleft()
         self.phase = "complete"
@@ -244,8 +250,13 @@ class CoreLoop:
         if self._rounds is not None:
             self._rounds.ended(result.round)
         if not known:
-            return None, []
-        return StepTaken(seconds, tokens + sum(result.drafted)), self._scheduler.complete(result, seconds)
+            return None, self._take_untold()
+        deltas = [*self._take_untold(), *self._scheduler.complete(result, seconds)]
+        return StepTaken(seconds, tokens + sum(result.drafted)), deltas
+
+    def _take_untold(self) -> list[Delta]:
+        untold, self._untold = self._untold, []
+        return untold
 
     def take_now(self, message: Message, tell: Callable[[StepOutputs], bool]) -> bool:
         """From the thread that receives, when all messages before it are taken: while the loop's thread computes, who
@@ -255,8 +266,11 @@ class CoreLoop:
             return False
         try:
             deltas = self._apply(message)
-            if deltas and (self._untold or not tell(StepOutputs(deltas=list(deltas), stats=self._stats()))):
+            aside = StepOutputs(deltas=list(deltas), stats=self._stats(), aside=True) if deltas else None
+            if aside is not None and (self._untold or not tell(aside)):
                 self._untold += deltas
+        except BaseException as error:  # the loop's to raise, which ends the core and says why
+            self._failed_aside = self._failed_aside or error
         finally:
             self._baton.give_back()
         return True
@@ -338,25 +352,8 @@ class CoreLoop:
             logger.exception("request %r could not be added", request.request_id)
             self._scheduler.abort(request.request_ids)  # what of it came as far as the queue
             return [refusal(request.request_id, "fault", error)]
-        if request.wait_s is not None:
-            self._deadlines[request.request_id] = time.monotonic() + request.wait_s
+        self._overdue.add(request)
         return []
-
-    def _end_overdue(self) -> list[Delta]:
-        """Looks at the earliest arrival that has not begun; those behind it have waited for less."""
-        deltas: list[Delta] = []
-        while self._deadlines:
-            request_id = next(iter(self._deadlines))
-            begun = self._scheduler.has_begun(request_id)
-            if not begun and self._deadlines[request_id] > time.monotonic():
-                break
-            del self._deadlines[request_id]
-            if not begun:
-                deltas += self._scheduler.give_up(request_id)
-        if len(self._deadlines) > self._most_deadlines:  # one of low priority holds up those behind it that have begun
-            self._deadlines = {i: at for i, at in self._deadlines.items() if not self._scheduler.has_begun(i)}
-            self._most_deadlines = 2 * len(self._deadlines) + _FEWEST_DEADLINES
-        return deltas
 
     def _stats(self) -> CoreStats:
         stats = self._scheduler.stats()

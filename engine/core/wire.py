@@ -308,6 +308,8 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
     """that brought them"""
     kv_events: KVDigests | None = None
     """where `CacheConfig.tell_front_end` asks for it and something has changed"""
+    aside: bool = False
+    """told while a step computes in the loop's thread: no sign that the loop turns"""
 
 
 class CoreReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

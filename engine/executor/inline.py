@@ -32,6 +32,8 @@ T = TypeVar("T")
 class InlineExecutor(InProcessExecutor):
     """As `InProcessExecutor` without its threads: `done` is called at once, and `collect` computes the step."""
 
+    computes_in_collect = True
+
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         self._refuse_when_closed()
         self._plans.append(plan)

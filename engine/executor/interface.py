@@ -18,7 +18,8 @@ decode graphs of the model itself, where the attention backend allows)"""
 
 
 class Executor(Protocol):
-    """Runs steps strictly in the order of submission. Only the core's thread calls these methods.
+    """Runs steps strictly in the order of submission. Only the core's thread calls these methods, but for those that
+    say how things are (`compile_state`, `compiles_after_ready`, `part_seconds`), which the one may that receives.
 
     An exception inside a step is raised by the `collect` that would have returned its result.
     """
@@ -75,6 +76,14 @@ class Executor(Protocol):
     def close(self) -> None:
         """Free everything; idempotent."""
         ...
+
+
+@runtime_checkable
+class MayComputeInCollect(Protocol):
+    """An executor that says whether `done` is called at once, and the step computed in `collect`."""
+
+    @property
+    def computes_in_collect(self) -> bool: ...
 
 
 @runtime_checkable

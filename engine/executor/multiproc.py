@@ -33,7 +33,14 @@ from engine.executor.frames import (
     encode_message,
 )
 from engine.executor.group_adapters import GroupAdapters
-from engine.executor.interface import CompileState, Executor, HoldsAdapters, HoldsPages, MakesProfiles
+from engine.executor.interface import (
+    CompileState,
+    Executor,
+    HoldsAdapters,
+    HoldsPages,
+    MakesProfiles,
+    MayComputeInCollect,
+)
 from engine.executor.joining import named
 from engine.executor.rank import MakeExecutor
 from engine.executor.rank_reports import group_load_report, group_warm_up_report
@@ -192,6 +199,11 @@ class MultiprocExecutor:
             for tier, own in enumerate((mine.device, mine.host))
         )
         return KVMemory(device, host, mine.layout)
+
+    @property
+    def computes_in_collect(self) -> bool:
+        """See `MayComputeInCollect`: rank 0 does."""
+        return isinstance(self._local, MayComputeInCollect) and self._local.computes_in_collect
 
     @property
     def is_profiling(self) -> bool:

@@ -58,7 +58,7 @@ class Arrivals:
         waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
         if waiting and waiting + new > self._config.max_waiting and not request.accepted:
             raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
-        self._expected.check(request)
+        promised = self._expected.check(request)
         start = None if request.grammar is None else self._constrained.start(request.grammar)
         if request.pin is not None:
             prompt_len = len(request.prompt_token_ids)
@@ -68,6 +68,8 @@ class Arrivals:
             first = self._open_beams(request, request.beams, max_total)
             first.max_blocks = need
             assert first.group is not None
+            for member in first.group.members:
+                member.promised = promised
             self._queue(request, first.group.members, start)
             return
         leader = self._open(request, request.request_id, request.params, max_total)
@@ -78,7 +80,7 @@ class Arrivals:
         ]
         samples = [leader, *others]
         for seq in samples:
-            seq.siblings, seq.max_blocks = samples, need
+            seq.siblings, seq.max_blocks, seq.promised = samples, need, promised
         for seq, had in zip(samples, request.resumed, strict=False):  # none: all are new
             seq.tokens += had.token_ids
             seq.next_prompt_logprob += had.prompt_logprobs

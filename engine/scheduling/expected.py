@@ -4,6 +4,7 @@ over: by how long answers were (`Answers`), what steps cost (`StepCosts`), and w
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -27,24 +28,29 @@ _MORE, _LESS = 1.2, 0.9
 _LEAST, _MOST = 1.0, 2.0
 _NEAR_S = 0.05
 """before its deadline: what ends then was not in time"""
-_AT_ONCE_S = 1e-6
-"""between two that come"""
+_LAST, _AT_ONCE_S = 16, 1e-6
+"""those that came, by which it is told how many come; seconds in which nobody comes"""
 _FEWEST_TOKENS = 4
 """of an answer that tells how many steps a token takes"""
 
 
 class Expected:
     def __init__(
-        self, held: Holdings, costs: StepCosts, rows: int, clock: Callable[[], float] = time.monotonic
+        self,
+        held: Holdings,
+        costs: StepCosts,
+        rows: int,
+        stages: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rows`: sequences that run at a time."""
-        self._held, self._costs, self._rows, self.clock = held, costs, rows, clock
+        """`rows`: sequences that run at a time, of which each step has one in `stages`."""
+        self._held, self._costs, self._rows, self._stages, self.clock = held, costs, rows, stages, clock
         self._waiting, self._running = held.waiting, held.running
         self.answers = Answers()
         self._token_steps = RunningMean()
         """of a token of an answer: fewer than one where drafts are right, more where stages take turns"""
-        self._prompts = RunningMean()
-        """tokens of a prompt"""
+        self._prompts, self._computed = RunningMean(), RunningMean()
+        """tokens of a prompt that no cache had, and which part of it they are"""
         self._together = RunningMean(memory=0.995)
         """that run while others wait for them to end"""
         self.steps = 0
@@ -55,8 +61,8 @@ class Expected:
         """when it was changed"""
         self._refused_at = 0.0
         """when somebody was, last"""
-        self._gaps, self._came_at = RunningMean(memory=0.8), self._since
-        """seconds between those that come; when one did, last"""
+        self._came: deque[float] = deque([self._since], maxlen=_LAST)
+        """when the last ones did"""
         self._kept = self._missed = 0
         """deadlines of those that came since"""
 
@@ -70,17 +76,26 @@ class Expected:
 
     def started(self, seq: Sequence) -> None:
         """For the first time."""
-        seq.started_at, seq.started_step = self.clock(), self.steps
+        seq.started_at = self.clock()
+        if seq.prompt_len and _leads(seq):
+            computed = seq.prompt_len - (seq.cached_tokens or 0)
+            self._prompts.add(computed)
+            self._computed.add(computed / seq.prompt_len)
+
+    def began(self, seq: Sequence) -> None:
+        """Its first token is there."""
+        seq.first_step = self.steps
 
     def ended(self, seq: Sequence, by_itself: bool) -> None:
-        self._learn(seq, seq.deadline is not None and self.clock() < seq.deadline - _NEAR_S)
+        late = seq.deadline is not None and self.clock() >= seq.deadline - _NEAR_S
+        if _leads(seq) and (by_itself or late):
+            self._learn(seq, not late)
         tokens, most = _had(seq), seq.max_total - seq.prompt_len
         if seq.params.pooling is not None or seq.group is not None or seq.started_at is None:
             return
         self.answers.ended(seq.tenant, tokens, most, by_itself)
-        self._prompts.add(seq.prompt_len)
         if tokens >= _FEWEST_TOKENS and not seq.interrupted:
-            self._token_steps.add((self.steps - seq.started_step) / tokens)
+            self._token_steps.add((self.steps - seq.first_step) / (tokens - 1))
 
     def _learn(self, seq: Sequence, kept: bool) -> None:
         """One that was let in has kept its deadline, or has not. Those that came before the margin was what it is say
@@ -101,18 +116,21 @@ class Expected:
 
     # -- who comes ---------------------------------------------------------------------------------------------------
 
-    def check(self, request: AddRequest) -> None:
-        """Raises `QueueFullError` where its deadline cannot be kept, or others' that run."""
+    def check(self, request: AddRequest) -> bool:
+        """Whether it is let in for a deadline that can be kept. Raises `QueueFullError` where it cannot be kept, or
+        others' that run."""
         now = self.clock()
-        self._gaps.add(max(now - self._came_at, _AT_ONCE_S))
-        self._came_at = now
-        if request.deadline_s is None or self._is_idle(0):
-            return
+        self._came.append(now)
+        if request.deadline_s is None:
+            return False
         try:
             self._check(request, request.deadline_s)
         except QueueFullError:
+            if self._is_idle(0):
+                return False
             self._refused_at = now
             raise
+        return True
 
     def _check(self, request: AddRequest, deadline_s: float) -> None:
         job, forecast = self._job(request), self._forecast(request)
@@ -121,15 +139,14 @@ class Expected:
             raise _too_short(deadline_s, seconds)
         steps = self._steps_left()
         left = np.array([seq.deadline for seq in self._running], dtype=float) - self.clock()  # NaN: there is none
-        alone, beside = forecast.running_s(steps), forecast.running_s(steps, job)
+        alone = forecast.running_s(steps)
+        beside = alone + forecast.delays_s(steps, job)
         # Those that would be late anyway, beyond all doubt, keep nobody out.
         late = (alone <= self._margin * left) & (self._margin * beside > left) & (beside > alone)
-        late &= self._protected(request.tenant)
+        late &= self._protected(request)
         if late.any():
-            ends = float(beside[late].min())
-            raise QueueFullError(
-                f"what runs would miss its deadlines beside this: it ends in {ends:.3g} s at the earliest", ends
-            )
+            ends = float(alone[late].max())
+            raise QueueFullError(f"what runs would miss its deadlines beside this; it ends in {ends:.3g} s", ends)
 
     def seconds(self, request: AddRequest) -> float:
         """Until its end, as far as is known."""
@@ -143,7 +160,7 @@ class Expected:
         """The tenant's answers are as long as those before, or a little longer."""
         rows = request.beams.width if request.beams is not None else 1 + len(request.followers)
         steps = sum(self.answers.expected(request.tenant.name, request.max_tokens)) * self._steps_a_token
-        return Job(steps, len(request.prompt_token_ids), rows)
+        return Job(steps, len(request.prompt_token_ids) * (self._computed.mean or 1.0), rows)
 
     @property
     def _steps_a_token(self) -> float:
@@ -153,12 +170,13 @@ class Expected:
         running, rows, waiting = self._running, self._held.rows, self._waiting
         first, before = waiting.first(), 0.0
         if first is not None and request.priority >= first.key[0]:
-            before = len(waiting) * self._before(request.tenant) / max(waiting.num_tokens, 1)
+            rows_waiting = len(waiting) + self._held.following
+            before = rows_waiting * self._before(request.tenant) / max(waiting.num_tokens, 1)
         prompts, at = np.array([(seq.prompt_len, seq.row) for seq in running], dtype=np.int64).reshape(-1, 2).T
         return Forecast(
             self._prices,
             Job(self.answers.mean * self._steps_a_token, self._prompts.mean),
-            1 / self._gaps.mean if self._gaps.mean else 0.0,
+            len(self._came) / max(self.clock() - self._came[0], _AT_ONCE_S),
             len(running),
             self._rows_that_fit(),
             float(np.maximum(prompts - rows.computed[at], 0).sum()),
@@ -179,7 +197,8 @@ class Expected:
 
     @property
     def _prices(self) -> Prices:
-        return Prices(*self._costs.rows_s(), self._costs.prompt_token_s)
+        step_s, row_s = self._costs.rows_s()
+        return Prices(step_s, row_s / self._stages, self._costs.prompt_token_s)
 
     def _before(self, tenant: Tenant) -> float:
         """Tokens of prompts that are taken up before one of the tenant's."""
@@ -188,15 +207,20 @@ class Expected:
             return waiting.num_tokens
         return min(fair.tokens_of(tenant) / fair.share_of(tenant), waiting.num_tokens)
 
-    def _protected(self, tenant: Tenant) -> np.ndarray:
-        """Of those that run, whose deadlines count: where the policy is fair, not of tenants that run more than the one
-        who comes would, for their weight."""
+    def _protected(self, request: AddRequest) -> np.ndarray:
+        """Of those that run, whose deadlines count: who was let in for one that could be kept, and is as urgent. Where
+        the policy is fair, not those of another tenant that runs as much as the one who comes would, for its weight."""
         fair = self._held.fair
-        if fair is None:
-            return np.ones(len(self._running), dtype=bool)
-        own = fair.share_with(tenant)
-        accounts = (seq.account for seq in self._running)
-        return np.array([each is not None and each.share <= own for each in accounts], dtype=bool)
+        own = None if fair is None else fair.share_with(request.tenant)
+        counts = [seq.promised and seq.key[0] <= request.priority for seq in self._running]
+        if own is not None:
+            name = request.tenant.name
+            accounts = [(seq.tenant == name, seq.account) for seq in self._running]
+            counts = [
+                counted and account is not None and (account.share < own or (same and account.share <= own))
+                for counted, (same, account) in zip(counts, accounts, strict=True)
+            ]
+        return np.array(counts, dtype=bool)
 
     # -- who waits ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +242,12 @@ class Expected:
         prices = self._prices
         steps = self.answers.expected(seq.tenant, seq.max_total - seq.prompt_len)[0] * self._steps_a_token
         step_s = prices.step_s + prices.row_s * (len(self._running) + len(seq.siblings))
-        return seq.prompt_len * prices.prompt_token_s + steps * step_s
+        return seq.prompt_len * (self._computed.mean or 1.0) * prices.prompt_token_s + steps * step_s
+
+
+def _leads(seq: Sequence) -> bool:
+    """One of each request does."""
+    return not seq.siblings or seq is seq.siblings[0]
 
 
 def _had(seq: Sequence) -> int:

@@ -59,20 +59,26 @@ class Forecast:
         """What a step takes with that one."""
         return self.step_s(min(self.running + self.waiting + job.rows, max(self.rows, job.rows)))
 
-    def _prompts_s(self, job: Job) -> float:
+    def _prompts_s(self) -> float:
+        """Of those that run, and of those that are about to."""
         begin = (self.waiting - self._line) * self.typical.prompt_tokens
-        return self.prices.prompt_token_s * (self.prompt_tokens + begin + job.prompt_tokens)
+        return self.prices.prompt_token_s * (self.prompt_tokens + begin)
 
     def seconds(self, job: Job) -> float:
         """Until that one, which comes now, has ended."""
         starts = 0.0
         if self.running + self.waiting + job.rows > self.rows:
             starts = (self._line + 1) * self.typical.steps / max(self.rows, 1)
-        return (starts + job.steps) * self._beside(job) + self._prompts_s(job)
+        own = job.prompt_tokens * self.prices.prompt_token_s
+        return (starts + job.steps) * self._beside(job) + self._prompts_s() + own
 
-    def running_s(self, steps: np.ndarray, job: Job | None = None) -> np.ndarray:
-        """Until those that run have ended that have so many steps to go, float64, beside `job` if it starts."""
-        if job is None or self._line:
-            job = Job(0.0, 0.0, 0)
-        seconds: np.ndarray = steps * self._beside(job) + self._prompts_s(job)
+    def running_s(self, steps: np.ndarray) -> np.ndarray:
+        """Until those that run have ended that have so many steps to go, float64."""
+        seconds: np.ndarray = steps * self.step_s(min(self.running + self.waiting, self.rows)) + self._prompts_s()
         return seconds
+
+    def delays_s(self, steps: np.ndarray, job: Job) -> np.ndarray:
+        """How much later each of those ends for that one, which delays nobody as long as it stands in line."""
+        prices = self.prices
+        delays = np.minimum(steps, job.steps) * job.rows * prices.row_s + job.prompt_tokens * prices.prompt_token_s
+        return np.zeros(len(steps)) if self._line else delays

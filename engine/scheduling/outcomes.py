@@ -181,7 +181,10 @@ class Outcomes:
     ) -> SequenceDelta:
         """The sequence has these tokens more, as far as it does not end among them. `matched`: its grammar knows of
         them."""
-        started_at = seq.started_at if len(seq.tokens) == seq.prompt_len else None
+        started_at = None
+        if len(seq.tokens) == seq.prompt_len:
+            started_at = seq.started_at
+            self._expected.began(seq)
         delivered: list[int] = []
         stopped, finish_reason = False, None
         handed_over: KVTransferParams | None = None

@@ -47,7 +47,8 @@ from engine.step_costs import StepCosts
 
 
 class Scheduler:
-    """Owns rows 0 .. max_num_seqs-1 and, through ``kv``, every KV block. Not thread-safe: one loop calls it."""
+    """Owns rows 0 .. max_num_seqs-1 and, through ``kv``, every KV block. Not thread-safe: one thread at a time calls
+    it (`engine/core/baton.py`)."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Scheduler:
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._running = self._held.running
-        self._expected = Expected(self._held, self._costs, config.max_num_seqs, clock)
+        self._expected = Expected(self._held, self._costs, config.max_num_seqs, config.stages, clock)
         self._outcomes = Outcomes(self._held, self._speculation, self._expected)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows = self._held.rows

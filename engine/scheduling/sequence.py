@@ -58,8 +58,8 @@ class Sequence:
     """prompt tokens found in the cache at the first start; None before it"""
     started_at: float | None = None
     """when that was (`SequenceDelta.started_at`)"""
-    started_step: int = 0
-    """how many steps had ended by then"""
+    first_step: int = 0
+    """how many steps had ended when its first token came"""
     next_prompt_logprob: int = 1
     """first prompt position whose log-probability has not been delivered (position 0 has none)"""
     tenant: str = ""
@@ -70,6 +70,8 @@ class Sequence:
     """it was preempted"""
     arrived_at: float = 0.0
     """on the scheduler's clock"""
+    promised: bool = False
+    """when it came, it could be in time"""
     deadline: float | None = None
     """when it is to have ended, on that clock"""
     max_blocks: int = 0

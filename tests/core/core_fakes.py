@@ -145,6 +145,8 @@ class FakeExecutor:
 class ComputesInCollect(FakeExecutor):
     """As `engine.executor.inline`. Its second step ends when it is let go."""
 
+    computes_in_collect = True
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.began, self.go = threading.Event(), threading.Event()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
-from core_fakes import TOKEN, ComputesInCollect, Gate, request, tiny_config
+from core_fakes import TOKEN, ComputesInCollect, FakeExecutor, Gate, request, tiny_config
 
 from engine.core.client import ProcessClient
 from engine.core.loop import CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import AbortRequests, ResetPrefixCache, SequenceDelta, Shutdown, StepOutputs, each_delta
+from engine.errors import CoreDiedError
 from engine.step import StepPlan
 
 pytestmark = pytest.mark.timeout(120)
@@ -126,6 +128,87 @@ def test_what_came_while_a_step_was_planned_is_answered_before_it_computes() -> 
     executor.close()
     for step in range(4):
         assert (step, f"bad {step}") in told, "steps that were computed before it was told"
+
+
+def test_who_is_told_when_the_loop_goes_idle_is_not_forgotten() -> None:
+    with serving(_held()) as served:
+        served.loop.inbox.put(request("a", 2))
+        assert served.executor.began.wait(60)
+        assert served.loop.take_now(request("x", 0), lambda outputs: False)
+        served.executor.go.set()
+        while not {"a", "x"} <= _ends(served.published).keys():
+            assert served.thread.is_alive()
+
+
+def test_what_fails_in_the_thread_that_receives_ends_the_loop_with_its_cause() -> None:
+    executor = _held()
+    loop, _ = build_core(executor.config, executor)
+    loop.inbox.put(request("a", 3))
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run(lambda outputs: None)
+        except KeyError as error:
+            raised.append(error)
+
+    def fail(outputs: StepOutputs) -> bool:
+        raise KeyError("told nobody")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert executor.began.wait(60)
+    assert loop.take_now(request("x", 0), fail)
+    executor.go.set()
+    thread.join()
+    executor.close()
+    assert "told nobody" in str(raised)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_step_that_ends_while_somebody_is_refused_is_collected(async_scheduling: bool) -> None:
+    """By an executor with a thread of its own: what wakes the loop is taken once."""
+    executor = FakeExecutor(tiny_config(async_scheduling=async_scheduling))
+    loop, _ = build_core(executor.config, executor)
+    loop.inbox.put(request("a", 3))
+    ends: dict[str, str | None] = {}
+    while "a" not in ends:
+        outputs = loop.turn()
+        ends |= {} if outputs is None else _ends([outputs])
+        while len(loop._done) < loop._in_flight:
+            time.sleep(0.001)
+        if "x" in ends:
+            del ends["x"]  # whoever comes then, too
+        elif loop._in_flight:
+            loop.inbox.put(request("x", 0))
+    executor.close()
+
+
+def test_a_core_that_hangs_is_found_though_it_refuses() -> None:
+    client = ProcessClient(tiny_config(async_scheduling=False), executor="core_fakes:HeldByAFile", hang_timeout_s=2.0)
+    client.start()
+    try:
+        client.send(request("a", 4))
+        Gate(client.pid).wait_until_computing()
+        sent, stop = [0], threading.Event()
+
+        def ask() -> None:
+            while not stop.wait(0.2):
+                sent[0] += 1
+                with suppress(CoreDiedError):
+                    client.send(request(f"x{sent[0]}", 0))
+
+        asker = threading.Thread(target=ask)
+        asker.start()
+        with pytest.raises(CoreDiedError, match="hung"):
+            while True:
+                client.recv()
+        stop.set()
+        asker.join()
+        assert sent[0] > 3
+    finally:
+        client.close()
+        Gate(client.pid).remove()
 
 
 def test_a_core_process_refuses_while_a_long_step_computes() -> None:
