@@ -37,10 +37,6 @@ class RunningMean:
         """The standard deviation, or the mean if that is less: what is long past stays longest in squares."""
         return min(math.sqrt(max(self._square - self.mean * self.mean, 0.0)), self.mean)
 
-    @property
-    def high(self) -> float:
-        return self.mean + self.deviation
-
 
 class _Lengths:
     """In tokens, and as a part of what was allowed: whichever of them varies less tells more of the next one."""

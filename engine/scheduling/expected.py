@@ -94,7 +94,7 @@ class Expected:
         if seq.params.pooling is not None or seq.group is not None or seq.started_at is None:
             return
         self.answers.ended(seq.tenant, tokens, most, by_itself)
-        if tokens >= _FEWEST_TOKENS and not seq.interrupted:
+        if seq.first_step and tokens >= _FEWEST_TOKENS and not seq.interrupted:
             self._token_steps.add((self.steps - seq.first_step) / (tokens - 1))
 
     def _learn(self, seq: Sequence, kept: bool) -> None:

@@ -59,7 +59,7 @@ class Sequence:
     started_at: float | None = None
     """when that was (`SequenceDelta.started_at`)"""
     first_step: int = 0
-    """how many steps had ended when its first token came"""
+    """how many steps had ended when its first token came; 0: another core computed that"""
     next_prompt_logprob: int = 1
     """first prompt position whose log-probability has not been delivered (position 0 has none)"""
     tenant: str = ""
