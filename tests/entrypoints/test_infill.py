@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_server import COMPLETIONS, Server, post_all, save_model
+from scripted_server import COMPLETIONS, Server, parts, post_all, save_model
 from test_closed_connections import leave_after
 from test_openapi import ask as request_all
 from test_openapi import check
@@ -43,7 +43,7 @@ def prompts_of(server: Server) -> list[str]:
 
 
 def parts_of(body: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("data: ")) for line in body.split("\n\n") if line]
+    return [json.loads(line.removeprefix("data: ")) for line in parts(body)]
 
 
 def test_a_completion_fills_the_gap_before_its_suffix(model: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from scripted_server import ANSWER, Server, post_all, save_model
+from scripted_server import ANSWER, Server, parts, post_all, save_model
 from test_tools import CALL, OTHER, TEMPLATE, prompt_of
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -55,7 +55,7 @@ def ask(model: Path, answer: str, body: dict[str, Any], **script: Any) -> tuple[
 def named_events(body: str) -> list[dict[str, Any]]:
     """Each has its type as its name, too."""
     found = []
-    for part in body.removesuffix("\n\n").split("\n\n"):
+    for part in parts(body):
         name, data = part.split("\n")
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
-from scripted_server import Server, post_all, save_model
+from scripted_server import Server, parts, post_all, save_model
 
 from engine.limits import Limits
 from entrypoints.server.context import ServerSettings
@@ -62,10 +62,10 @@ def texts(page: dict[str, Any]) -> list[str]:
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    parts = [part for part in text.split("\n\n") if part]
-    assert parts[-1] == "data: [DONE]"
+    *told, last = parts(text)
+    assert last == "data: [DONE]"
     found = []
-    for number, part in enumerate(parts[:-1]):
+    for number, part in enumerate(told):
         first, second = part.split("\n")
         event = json.loads(second.removeprefix("data: "))
         assert first == f"event: {event['type']}" and event["sequence_number"] == number

@@ -16,7 +16,7 @@ PATHS = ["/v1/chat/completions", "/v1/messages", "/api/chat"]
 
 def events(path: str, text: str) -> list[object]:
     """What a client reads, in which everything is whole."""
-    lines = [line for line in text.split("\n") if line and not line.startswith("event: ")]
+    lines = [line for line in text.split("\n") if line and not line.startswith(("event: ", ":"))]
     return [json.loads(line if path == "/api/chat" else line.removeprefix("data: ")) for line in lines]
 
 
