@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 
 from engine.config import EngineArgs
 from engine.core.wire import ResetPrefixCache, SetLogLevel
+from engine.front_ends.client import FrontEndClient
 from engine.profiles import Profiles
 from engine.replicas.client import ReplicatedClient
 from engine.serving import Serving
@@ -44,7 +45,7 @@ class Administered(ABC):
     def is_restarting(self) -> bool:
         """A core died, and until another one has started requests wait."""
         client = self._require().client
-        return isinstance(client, ReplicatedClient) and client.is_restarting
+        return isinstance(client, ReplicatedClient | FrontEndClient) and client.is_restarting
 
     async def update_weights(self, path: str) -> None:
         """As `LLM.update_weights`. Requests that run go on behind what they have been given, with the new weights."""

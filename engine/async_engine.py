@@ -29,6 +29,7 @@ from engine.limits import check_token_ids
 from engine.models.description import ModelDescription
 from engine.observability.metrics import EngineMetrics
 from engine.observability.request_watch import RequestWatch
+from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams, PoolingRequestOutput, pooled_output
 from engine.replicas.choice import local_client, process_client
 from engine.request import NOBODY, RequestOutput, RequestOutputKind, SamplingParams, Tenant
@@ -46,11 +47,13 @@ class AsyncEngine(Administered):
         *,
         in_process: bool = False,
         client_factory: Callable[[EngineConfig], CoreClient] | None = None,
+        resolve: Callable[[EngineArgs], tuple[ModelDescription, EngineConfig]] = resolve_with_plan,
     ) -> None:
         """`in_process` runs the core on the event loop (debugging: each step holds the loop up). `client_factory`
-        brings another core and overrides it."""
+        brings another core and overrides it; `resolve`: another configuration than what follows from `args`."""
         self._args = args
         self._client_factory = client_factory or (local_client if in_process else process_client)
+        self._resolve = resolve
         self._start_task: asyncio.Task[Serving] | None = None
         self._client: CoreClient | None = None
         self._engine: Serving | None = None
@@ -360,7 +363,7 @@ class AsyncEngine(Administered):
         return await asyncio.shield(self._start_task)
 
     async def _start(self) -> Serving:
-        serving = await start_serving(self._args, self._new_client)
+        serving = await start_serving(self._args, self._new_client, self._resolve)
         if self._closed:  # meanwhile, by somebody who does not wait
             await serving.stop(ShutDownError("this engine was shut down"))
             self.check_health()

@@ -24,6 +24,8 @@ MAX_RANKS = 64
 """that compute one model together"""
 MAX_REPLICAS = 64
 """of a model behind one front end"""
+MAX_FRONT_ENDS = 64
+"""processes that take requests for the same cores; its flag is --api-server-count"""
 MAX_LOGPROBS = 20
 """alternatives of a token; its flag is --max-logprobs"""
 

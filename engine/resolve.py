@@ -150,9 +150,9 @@ def _check_logprobs(most: int, vocab_size: int) -> None:
         raise ConfigError(f"max_logprobs must be in [0, {vocab_size}] (the vocabulary), got {most}")
 
 
-def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
+def resolve_here(args: EngineArgs, *, warns: bool = True) -> tuple[ModelDescription, EngineConfig]:
     """Bring the model here, read its description and this machine, and resolve: the one impure step between a door and
-    its engine. Raises what `describe` and `resolve` raise. Warns of a context that `kv_cache_memory` cut, and of
+    its engine. Raises what `describe` and `resolve` raise. `warns` of a context that `kv_cache_memory` cut, and of
     more threads than cores."""
     from engine.models.description import describe
     from engine.models.drafts import check_length, describe_draft
@@ -171,7 +171,7 @@ def resolve_here(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
     if draft is not None:
         check_length(draft, config.model.max_model_len)
     cut = shortened_context(args, description, config, None if draft is None else draft.facts)
-    for warning in filter(None, (cut, crowded(config, machine))):
+    for warning in filter(None, (cut, crowded(config, machine)) if warns else ()):
         logger.warning("%s", warning)
     return description, config
 

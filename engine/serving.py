@@ -25,7 +25,6 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.launched import leave_unless_first
 from engine.models.description import ModelDescription
 from engine.observability.request_watch import RequestWatch
-from engine.plan import resolve_with_plan
 from engine.pooling import PoolingParams
 from engine.replicas.client import ReplicatedClient
 from engine.request import NOBODY, RequestOutput, SamplingParams, Tenant
@@ -35,10 +34,14 @@ from engine.step import Pooling
 logger = logging.getLogger(__name__)
 
 
-async def start_serving(args: EngineArgs, make_client: Callable[[EngineConfig], CoreClient]) -> Serving:
+async def start_serving(
+    args: EngineArgs,
+    make_client: Callable[[EngineConfig], CoreClient],
+    resolve: Callable[[EngineArgs], tuple[ModelDescription, EngineConfig]],
+) -> Serving:
     """Load a model and start its core, off the event loop. Raises `ConfigError` and the like, or `CoreDiedError`."""
     await asyncio.to_thread(leave_unless_first, args)
-    model, config = await asyncio.to_thread(resolve_with_plan, args)
+    model, config = await asyncio.to_thread(resolve, args)
     client = make_client(config)
     ready, tokenizer = await asyncio.gather(
         asyncio.to_thread(client.start),

@@ -14,6 +14,7 @@ from engine.core.client import CoreClient, InProcessClient
 from engine.core.wire import AbortRequests, CoreReady, CoreStats, ResetPrefixCache, StepOutputs, UnpinPrefix, Vocabulary
 from engine.dense import load_dense
 from engine.errors import CoreDiedError, EngineError, RequestFailedError
+from engine.front_ends.client import FrontEndClient
 from engine.frontend.admission import Admission, AdmittedRequest, ParsedPrompt, default_sampling_params
 from engine.frontend.given_template import given_template
 from engine.frontend.grammars import GrammarChecks
@@ -93,13 +94,14 @@ class Session:
         self.tokenizer = tokenizer
         self.client = client
         self.ready = ready
-        self.admission = Admission(config, tokenizer, generates_not=generates_not(model))
+        number = client.number if isinstance(client, FrontEndClient) else 0
+        self.admission = Admission(config, tokenizer, generates_not=generates_not(model), front_end=number)
         if model.pooling.unsupported:
             logger.warning("embeddings of this model are not supported: %s", model.pooling.unsupported)
         self._dense = load_dense(model.pooling.dense, model.facts.final_size)
         self.processor = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(config.model.served_name, config.cache, ready)
-        if isinstance(client, ReplicatedClient) and config.parallel.data > 1:
+        if isinstance(client, ReplicatedClient | FrontEndClient) and config.parallel.data > 1:
             self.metrics.stats_of_each = client.stats_of_each
         self.pinned = PinnedPrefixes(config.limits)
         self.profiles = Profiles(self)

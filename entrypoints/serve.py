@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = FlexibleArgumentParser(prog="engine-serve", description="Serve a model with OpenAI's HTTP API.")
     add_model(parser)
     add_config(parser)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
-    parser.add_argument("--uds", type=Path, metavar="PATH", help="listen at this Unix socket, not at a host and port")
+    _add_place(parser)
     add_served_names(parser)
     _add_keys(parser)
     parser.add_argument(
@@ -35,11 +34,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="""web pages whose scripts may call this server, as '["https://a.example"]' or '["*"]'""",
     )
-    parser.add_argument(
-        "--root-path", default="", metavar="PATH", help="under which a proxy in front of this server offers it"
-    )
-    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate (PEM)")
-    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
     _add_times(parser)
     parser.add_argument(
         "--pinned-prefixes",
@@ -79,6 +73,27 @@ def build_parser() -> argparse.ArgumentParser:
     add_role_options(parser)
     add_engine_options(parser)
     return parser
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    """Where it is found, and how many listen there."""
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
+    parser.add_argument("--uds", type=Path, metavar="PATH", help="listen at this Unix socket, not at a host and port")
+    parser.add_argument(
+        "--api-server-count",
+        "-asc",
+        type=_processes,
+        default=1,
+        metavar="N",
+        help="processes that take requests, on the same port and for the same cores, where one is not enough for the "
+        "tokens that these make (docs/front-ends.md)",
+    )
+    parser.add_argument(
+        "--root-path", default="", metavar="PATH", help="under which a proxy in front of this server offers it"
+    )
+    parser.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate (PEM)")
+    parser.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="its key, if it is not in the same file")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +244,14 @@ def _lora_module(text: str) -> object:
     return LoRAModule(name, path)
 
 
+def _processes(text: str) -> int:
+    from engine.limits import MAX_FRONT_ENDS
+
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_FRONT_ENDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 to {MAX_FRONT_ENDS}")
+    return int(text)
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
@@ -298,7 +321,8 @@ def _origins(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
-    options = parse_all(parser, sys.argv[1:] if argv is None else argv, os.environ)
+    given = sys.argv[1:] if argv is None else argv
+    options = parse_all(parser, given, os.environ)
     _refuse_swallowed_model(parser, options)
     check_role(parser, options)
     if options.log_prompts and not options.log_requests and options.otlp_endpoint is None:
@@ -310,10 +334,10 @@ def main(argv: list[str] | None = None) -> int:
     for library in ("httpx", "httpx2"):  # a line for each request to a hub
         logging.getLogger(library).setLevel(logging.WARNING)
     with logging_to_stderr(options.log_level.upper(), options.log_format):
-        return _run(options)
+        return _run(options, given)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     import asyncio
 
     from engine.errors import EngineError
@@ -324,7 +348,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         if options.check:
             return check(options)
-        return run_loop(_serve(options))
+        return run_loop(_serve(options, given))
     except EngineError as error:
         if options.log_format == "json":
             logging.getLogger("pageloom.server").critical("%s", error)
@@ -337,10 +361,14 @@ def _run(options: argparse.Namespace) -> int:
         return 130
 
 
-async def _serve(options: argparse.Namespace) -> int:
+async def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
+    """`given`: of the command line; the environment and files say the rest."""
     from engine import AsyncEngine
+    from entrypoints.server.front_ends import serve_front_ends
     from entrypoints.server.run import listening, serve_engine
 
+    if options.api_server_count > 1:
+        return await serve_front_ends(options, given)
     with listening(options.host, options.port, options.uds) as listener:  # first: a taken port is told at once
         if options.role == "router":
             return await serve_router(options, listener)

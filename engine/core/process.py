@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -81,11 +82,12 @@ def main() -> NoReturn:
     _run(start)
 
 
-def write_log(process: str, level: int, mark: str) -> None:
-    """To stderr, as whoever started this process asks for. What this one starts marks its entries alike."""
+def write_log(process: str, level: int, mark: str, request_id: Callable[[], str | None] = lambda: None) -> None:
+    """To stderr, as whoever started this process asks for. What this one starts marks its entries alike. `request_id`:
+    as `JsonFormatter`'s."""
     handler = logging.StreamHandler()
     if mark:
-        handler.setFormatter(JsonFormatter(process, mark=mark, child_mark=mark))
+        handler.setFormatter(JsonFormatter(process, request_id, mark=mark, child_mark=mark))
         log_uncaught()
     else:
         handler.setFormatter(TextFormatter(TEXT.replace("%(name)s", process)))

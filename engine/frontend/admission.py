@@ -153,8 +153,11 @@ class Admission:
     vLLM's does.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, *, generates_not: str = "") -> None:
-        """`generates_not`: why this model generates nothing; empty: it does."""
+    def __init__(
+        self, config: EngineConfig, tokenizer: Tokenizer, *, generates_not: str = "", front_end: int = 0
+    ) -> None:
+        """`generates_not`: why this model generates nothing; empty: it does. `front_end`: of several before the same
+        cores; what it calls a sequence no other one does."""
         self._generates_not = generates_not
         self._tokenizer = tokenizer
         self._vocab_size = config.model.vocab_size
@@ -169,8 +172,8 @@ class Admission:
         if tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
         self.eos_token_ids = frozenset(eos)
-        self._serial = itertools.count()
-        self._seeds = random.Random(config.model.seed)
+        self._serial = itertools.count(front_end << 48)
+        self._seeds = random.Random(config.model.seed + front_end)
 
     def admit(
         self,

@@ -54,8 +54,9 @@ class EngineMetrics:
         """by the places of replicas; of none where there is one core"""
         self._model_name = model_name
         self._collectors: list[Collector] = []
-        self._add(_CoreCollector(self, model_name))
-        self._add(_CacheInfo(model_name, cache, ready))
+        self._of_cores: list[Collector] = [_CoreCollector(self, model_name), _CacheInfo(model_name, cache, ready)]
+        for collector in self._of_cores:
+            self._add(collector)
         self._finished = Counter(
             _PREFIX + "request_success", "Finished samples", [_LABEL, "finished_reason"], registry=None
         )
@@ -119,6 +120,11 @@ class EngineMetrics:
     def render(self) -> bytes:
         """Prometheus' text format, UTF-8."""
         return generate_latest(self.registry)
+
+    def of_cores(self) -> set[str]:
+        """Names of the families that all front ends of the same cores show alike."""
+        shown = [*self._of_cores, VllmMetrics(self._of_cores, _PREFIX)]
+        return {family.name for collector in shown for family in collector.collect()}
 
     def _add(self, collector: Collector) -> None:
         self._collectors.append(collector)

@@ -4,7 +4,7 @@ names of vLLM's routes."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 from fastapi import FastAPI, HTTPException
@@ -82,15 +82,17 @@ class UnloadAdapter(Body):
     lora_int_id: int | None = None
 
 
-def add_routes(app: FastAPI, adapters: Adapters) -> None:
+def add_routes(app: FastAPI, adapters: Adapters, refuse_several: Callable[[str], None]) -> None:
     app.state.adapters = adapters
 
     @app.post("/v1/load_lora_adapter")
     async def load_lora_adapter(body: LoadAdapter) -> PlainTextResponse:
+        refuse_several("adapters are loaded")
         await adapters.load(LoRAModule(body.lora_name, body.lora_path, body.base_model_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadAdapter) -> PlainTextResponse:
+        refuse_several("adapters are unloaded")
         adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

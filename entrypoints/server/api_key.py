@@ -87,13 +87,15 @@ def _show(client: Client, scope: Scope) -> None:
         add_header(scope, f"x-ratelimit-reset-{name}", f"{shown.reset_s:.3f}s")
 
 
-def take_keys(key: str | None, key_file: Path | None, keys: Path | None) -> Keyring | None:
-    """None: nobody needs a key. Raises `ConfigError`."""
+def take_keys(
+    key: str | None, key_file: Path | None, keys: Path | None, *, counts_alone: bool = True
+) -> Keyring | None:
+    """None: nobody needs a key. `counts_alone`: as `Keyring`'s. Raises `ConfigError`."""
     one = take_api_key(key, key_file)
     if keys is not None:
         if one is not None:
             raise ConfigError(f"--keys has the keys of all clients: unset {VARIABLE}")
-        return Keyring(file=keys)
+        return Keyring(file=keys, counts_alone=counts_alone)
     return None if one is None else Keyring(key=one)
 
 

@@ -14,6 +14,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from engine import AsyncEngine
+from engine.front_ends.client import FrontEndClient
+from engine.limits import Limits
 from entrypoints.server import (
     adapters,
     classes,
@@ -62,11 +64,11 @@ def create_app(
     keyring: Keyring | None = None,
     allowed_origins: Sequence[str] = (),
     settings: ServerSettings = ServerSettings(),  # noqa: B008 (it is frozen)
+    siblings: FrontEndClient | None = None,
 ) -> FastAPI:
     """The engine must be started; the app shuts it down when it ends. `allowed_origins`: web pages that may call.
-    Raises `ConfigError`."""
-    bounds = engine.config.limits.stored_responses_bytes, engine.config.limits.stored_responses_s
-    store, passing = ResponseStore(settings.response_store, *bounds), ResponseStore(None, *bounds)
+    `siblings`: asks other processes that take requests for the same cores. Raises `ConfigError`."""
+    store, passing = _stores(engine.config.limits, settings, siblings is not None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -105,7 +107,7 @@ def create_app(
     responses_api.add_routes(app, context, store)
     load = Load()
     add_socket(app, Sockets(context, (store, passing), bodies, load))
-    operation.add_routes(app, context, load)
+    operation.add_routes(app, context, load, siblings)
     for part in (prefixes, scaling, sleeping, looking_in):
         part.add_routes(app, context)
     open_files = page.add_routes(app, context)
@@ -116,6 +118,12 @@ def create_app(
         guards.append(Middleware(ApiKeyGuard, keyring=keyring, unguarded=open_files))
     _add_middleware(app, [*guards, *([Middleware(LogsRefusals)] if settings.log_requests else [])], allowed_origins)
     return app
+
+
+def _stores(limits: Limits, settings: ServerSettings, shared: bool) -> tuple[ResponseStore, ResponseStore]:
+    """Of what is kept, and of what is gone with its connection."""
+    bounds = limits.stored_responses_bytes, limits.stored_responses_s
+    return ResponseStore(settings.response_store, *bounds, shared=shared), ResponseStore(None, *bounds)
 
 
 async def _on_client_left(_: Request, __: Exception) -> Response:
@@ -137,7 +145,7 @@ def _add_middleware(app: FastAPI, inner: Sequence[Middleware], allowed_origins: 
 
 
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:
-    adapters.add_routes(app, context.adapters)
+    adapters.add_routes(app, context.adapters, context.settings.refuse_several)
     known = {name: _model(name, context.engine.max_model_len) for name in context.names}
 
     def listed() -> dict[str, dict[str, object]]:

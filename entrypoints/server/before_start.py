@@ -24,7 +24,18 @@ def check_options(options: argparse.Namespace) -> Keyring | None:
     if options.profile_dir is not None:
         _check_directory("--profile-dir", options.profile_dir)
     _check_certificate(options)
-    return take_keys(options.api_key, options.api_key_file, options.keys)
+    alone = options.api_server_count == 1
+    if not alone:
+        _check_several(options)
+    return take_keys(options.api_key, options.api_key_file, options.keys, counts_alone=alone)
+
+
+def _check_several(options: argparse.Namespace) -> None:
+    """What one process does for its own requests."""
+    for name in ("pinned_prefixes", "enable_sleep_mode", "profile_dir"):
+        if getattr(options, name):
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} is for one process that takes requests: leave --api-server-count out")
 
 
 def _check_directory(option: str, path: Path) -> None:

@@ -80,6 +80,13 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """where profiles are written, if whoever may administer may ask for them"""
     usage_log: Path | None = None
     """file of what each client's requests have used"""
+    api_server_count: int = 1
+    """processes that take requests for the same cores"""
+
+    def refuse_several(self, what: str) -> None:
+        """Of what one process does for its own requests. Raises `InvalidRequestError`."""
+        if self.api_server_count > 1:
+            raise InvalidRequestError(f"{what} while one process alone takes requests, without --api-server-count")
 
 
 class Queued(Protocol):

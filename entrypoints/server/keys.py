@@ -57,6 +57,10 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     shares_cache: bool = False
     priority_from: int = 0
 
+    @property
+    def limited(self) -> bool:
+        return any(each is not None for each in (self.requests_per_minute, self.tokens_per_minute, self.concurrency))
+
 
 class _KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=_MOST_KEYS)]
@@ -138,9 +142,10 @@ def client_name() -> str:
 
 
 class Keyring:
-    def __init__(self, *, key: str | None = None, file: Path | None = None) -> None:
-        """One of both. Raises `ConfigError`."""
-        self._file = file
+    def __init__(self, *, key: str | None = None, file: Path | None = None, counts_alone: bool = True) -> None:
+        """One of both. Not `counts_alone`: other processes answer the same clients, so that there are no quotas.
+        Raises `ConfigError`."""
+        self._file, self._counts_alone = file, counts_alone
         self._by_digest: dict[bytes, Client] = {}
         self._by_name: dict[str, Client] = {}
         self._seen: object = None
@@ -149,7 +154,7 @@ class Keyring:
             self._by_digest[hashlib.sha256(key.encode()).digest()] = Client(time.monotonic)
         if file is not None:
             self._seen = _state_of(file)
-            self._take(read_keys(file))
+            self._take(self._read(file))
 
     @property
     def clients(self) -> list[Client]:
@@ -174,10 +179,20 @@ class Keyring:
             return
         self._seen = state
         try:
-            self._take(read_keys(self._file))
+            self._take(self._read(self._file))
             logger.info("%d keys were read from %s", len(self._by_digest), self._file)
         except ConfigError as error:
             logger.error("%s; the keys before it stay", error)
+
+    def _read(self, file: Path) -> list[Key]:
+        keys = read_keys(file)
+        limited = [key.name for key in keys if key.limited]
+        if limited and not self._counts_alone:
+            raise ConfigError(
+                f"--keys: {file}: the key {limited[0]} has quotas, which are counted where one process alone takes "
+                "requests, without --api-server-count"
+            )
+        return keys
 
     def _take(self, keys: list[Key]) -> None:
         self._by_digest, named = {}, {key.name for key in keys}

@@ -8,17 +8,20 @@ none says more than a line: the log has the rest.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.errors import CoreDiedError, InvalidRequestError
+from engine.front_ends.client import FrontEndClient
+from engine.observability.added_up import added_up
 from entrypoints.server.context import ServerContext
 from entrypoints.server.error_shape import error_body
 from entrypoints.server.load import Load
@@ -85,7 +88,8 @@ def _without_files(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
+def add_routes(app: FastAPI, context: ServerContext, load: Load, siblings: FrontEndClient | None) -> None:
+    _add_counts(app, context, load, siblings)
     engine, progress = context.engine, Progress(context)
 
     def state(trouble: tuple[str, str] | None) -> Response:
@@ -120,10 +124,6 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
     async def post_ping() -> Response:
         return state(progress.trouble())
 
-    @app.get("/load")
-    async def show_load() -> dict[str, int]:
-        return {"server_load": load.requests}
-
     @app.get("/server_info")
     async def info() -> dict[str, Any]:
         return server_info(context)
@@ -142,6 +142,28 @@ def add_routes(app: FastAPI, context: ServerContext, load: Load) -> None:
     async def show_version() -> dict[str, str]:
         return {"version": version("pageloom")}
 
+
+def _add_counts(app: FastAPI, context: ServerContext, load: Load, siblings: FrontEndClient | None) -> None:
+    """Of this process, or of all that take requests for the same cores."""
+    metrics = context.engine.metrics
+    if siblings is not None:
+        siblings.answers |= {"load": lambda: str(load.requests).encode(), "metrics": metrics.render}
+
+    async def of_all(about: str, siblings: FrontEndClient) -> list[bytes]:
+        try:
+            return await siblings.ask(about)
+        except TimeoutError:
+            raise HTTPException(503, "the processes that take requests do not answer each other") from None
+
+    @app.get("/load")
+    async def show_load() -> dict[str, int]:
+        requests = [load.requests] if siblings is None else map(int, await of_all("load", siblings))
+        return {"server_load": sum(requests)}
+
     @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(engine.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    async def show_metrics() -> Response:
+        if siblings is None:
+            return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        texts = await of_all("metrics", siblings)
+        merged = await asyncio.to_thread(added_up, texts, metrics.of_cores())
+        return Response(merged, media_type=CONTENT_TYPE_LATEST)

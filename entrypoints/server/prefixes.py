@@ -62,6 +62,7 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
     @app.post("/v1/prefixes")
     async def pin_prefix(body: PinRequest, request: Request) -> dict[str, object]:
         """Whoever leaves before the answer has nothing pinned."""
+        context.settings.refuse_several("prefixes are pinned")
         context.take_note(body, request)
         return {"object": "prefix", "name": body.name, "tokens": await answer(request, pin(engine, body))}
 

@@ -30,6 +30,7 @@ from fastapi import FastAPI
 
 from engine import AsyncEngine
 from engine.errors import ConfigError, CoreDiedError, EngineError
+from engine.front_ends.client import FrontEndClient
 from entrypoints.server.app import create_app
 from entrypoints.server.before_start import check_options
 from entrypoints.server.certificate import Certificate
@@ -46,8 +47,9 @@ _LEAVE_S = 1.0
 """after everything has ended, for threads that nobody waits for (a tokenizer's, an import's)"""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bound, not yet accepting. Raises `ConfigError` where that is not possible."""
+def listen(host: str, port: int, shared: bool = False) -> socket.socket:
+    """Bound, not yet accepting. `shared`: with other sockets of this user that are, too; the kernel divides connections
+    among them. Raises `ConfigError` where that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -56,6 +58,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
         except OSError:
             listener.close()
@@ -133,11 +137,12 @@ class Server(EndingServer):
         grace_s: float,
         notice_s: float,
         watched: Sequence[Watched],
+        supervisor: Supervisor,
     ) -> None:
         """`watched`: files that are read again when they change, and on SIGHUP."""
         super().__init__(config, grace_s, notice_s)
         self._watched = watched
-        self._supervisor = Supervisor(os.environ, os.getpid())
+        self._supervisor = supervisor
         self._app = app
         self._engine = engine
         self.death: CoreDiedError | None = None
@@ -220,26 +225,34 @@ class Server(EndingServer):
         await stop
 
 
-async def serve_engine(engine: AsyncEngine, listener: socket.socket, options: argparse.Namespace) -> int:
+async def serve_engine(
+    engine: AsyncEngine,
+    listener: socket.socket,
+    options: argparse.Namespace,
+    supervisor: Supervisor | None = None,
+    siblings: FrontEndClient | None = None,
+) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
     status. Of `options` it reads api_key, api_key_file, keys, allowed_origins, root_path, ssl_certfile, ssl_keyfile,
-    shutdown_timeout, drain_delay, pinned_prefixes, log_level and the fields of `ServerSettings`."""
+    shutdown_timeout, drain_delay, pinned_prefixes, log_level and the fields of `ServerSettings`. `supervisor`: another
+    than the environment says; `siblings`: as `create_app`'s."""
     signals: list[int] = []
+    supervisor = supervisor or Supervisor(os.environ, os.getpid())
     try:
         keyring = check_options(options)
-        _pass_over_hangups(options)
+        pass_over_hangups(options, supervisor)
         with signals_abandon(engine, signals):
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
         settings = ServerSettings(**{name: getattr(options, name) for name in ServerSettings.__struct_fields__})
-        app = create_app(engine, engine.served_name, keyring, options.allowed_origins, settings)
+        app = create_app(engine, engine.served_name, keyring, options.allowed_origins, settings, siblings)
         for module in settings.lora_modules:
             await app.state.adapters.load(module)
         app.root_path = options.root_path.rstrip("/")
         config = _uvicorns_config(app, engine, options)
         waits = options.shutdown_timeout, options.drain_delay
-        server = Server(config, app, engine, *waits, _watched(config, options, keyring))
+        server = Server(config, app, engine, *waits, _watched(config, options, keyring), supervisor)
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two tokens need not walk through it
         with signals_are_uvicorns():
@@ -291,13 +304,14 @@ def _watched(config: uvicorn.Config, options: argparse.Namespace, keyring: Keyri
     return watched
 
 
-def _pass_over_hangups(options: argparse.Namespace) -> None:
+def pass_over_hangups(options: argparse.Namespace, supervisor: Supervisor) -> bool:
     """Until the server runs: a SIGHUP asks for files to be read again, where there are such files or somebody
-    supervises; while it starts they have been read just now."""
+    supervises; while it starts they have been read just now. Returns whether that is so."""
     means_files = options.keys is not None or options.ssl_certfile is not None
-    supervised = means_files or Supervisor(os.environ, os.getpid()).is_there
+    supervised = means_files or supervisor.is_there
     if supervised and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return supervised
 
 
 @contextmanager

@@ -30,6 +30,8 @@ CREATE INDEX IF NOT EXISTS items_id ON items (id);
 """The `size` of a response is that of `shown` and of all its items. `given`: to the model, not by it. `marks`: of an
 item's values."""
 _PATIENCE_S = 0.2
+_SHARED_PATIENCE_S = 10.0
+"""for another process of this server to be done with it"""
 Item = dict[str, Any]
 Take = Callable[[int, int], None]
 """told how many bytes and values are about to be read; may raise"""
@@ -55,22 +57,25 @@ class ResponseStore:
     has stored (`--keys`). What has not been used for longest goes first. What a response shows is stored apart from its
     items: whoever goes on from it reads only these."""
 
-    def __init__(self, file: Path | None, most_bytes: int, seconds: float) -> None:
-        """None: in memory. Raises `ConfigError`."""
-        self._most_bytes, self._seconds = most_bytes, seconds
+    def __init__(self, file: Path | None, most_bytes: int, seconds: float, *, shared: bool = False) -> None:
+        """None: in memory. `shared`: by the processes of one server. Raises `ConfigError`."""
+        self._most_bytes, self._seconds, self._shared = most_bytes, seconds, shared
         self._lock = threading.Lock()
         try:
             self._database = sqlite3.connect(
-                file or ":memory:", check_same_thread=False, isolation_level=None, timeout=_PATIENCE_S
+                file or ":memory:",
+                check_same_thread=False,
+                isolation_level=None,
+                timeout=_SHARED_PATIENCE_S if shared else _PATIENCE_S,
             )
-            self._database.execute("PRAGMA locking_mode=EXCLUSIVE")  # one server for a file: it counts its bytes
+            if not shared:  # one server for a file: it counts its bytes
+                self._database.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._lay_out(file)
-            found = self._database.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()
+            self._bytes = self._size()
         except sqlite3.Error as error:
             raise ConfigError(f"the response store {file} cannot be opened: {error}") from error
-        self._bytes: int = found[0]
 
     def _lay_out(self, file: Path | None) -> None:
         (layout,) = self._database.execute("PRAGMA user_version").fetchone()
@@ -100,9 +105,10 @@ class ResponseStore:
             self._delete([name])
             row = (name, response.previous_response_id, time.time(), size, shown)
             with self._database:
+                self._database.execute("BEGIN IMMEDIATE")
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
                 self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
-            self._bytes += size
+            self._bytes = self._size() if self._shared else self._bytes + size
             self._evict()
 
     def shown(self, name: str) -> bytes | None:
@@ -155,13 +161,20 @@ class ResponseStore:
         rows = self._database.execute(f"SELECT body FROM items WHERE {which} ORDER BY place", (response,))
         return [body for (body,) in rows]
 
+    def _size(self) -> int:
+        (size,) = self._database.execute("SELECT COALESCE(SUM(size), 0) FROM responses").fetchone()
+        return int(size)
+
     def _evict(self) -> None:
         oldest = time.time() - self._seconds
         rows = self._database.execute("SELECT id FROM responses WHERE used < ?", (oldest,)).fetchall()
         self._delete([row[0] for row in rows])
         while self._bytes > self._most_bytes:
-            (name,) = self._database.execute("SELECT id FROM responses ORDER BY used LIMIT 1").fetchone()
-            self._delete([name])
+            oldest_one = self._database.execute("SELECT id FROM responses ORDER BY used LIMIT 1").fetchone()
+            if oldest_one is None:  # another process was faster
+                self._bytes = self._size()
+                return
+            self._delete([oldest_one[0]])
 
     def _delete(self, names: list[str]) -> int:
         deleted = 0
@@ -170,6 +183,7 @@ class ResponseStore:
             if found is None:
                 continue
             with self._database:
+                self._database.execute("BEGIN IMMEDIATE")
                 self._database.execute("DELETE FROM items WHERE response = ?", (name,))
                 self._database.execute("DELETE FROM responses WHERE id = ?", (name,))
             self._bytes -= found[0]

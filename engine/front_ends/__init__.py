@@ -1,0 +1,1 @@
+"""Several front ends before one fleet of cores: see README.md."""

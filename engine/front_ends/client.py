@@ -1,0 +1,187 @@
+"""A front end's side: a `CoreClient` whose cores another process has, which gives them to several front ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from engine.core.waiting import wait, wait_async
+from engine.core.wire import AddRequest, CoreReady, CoreStats, StepOutputs, ToCore
+from engine.errors import CoreDiedError, QueueFullError
+from engine.front_ends.wire import (
+    Answer,
+    Answers,
+    CoresState,
+    FromFrontEnd,
+    FromHub,
+    FrontEndStart,
+    Joined,
+    Question,
+    Serves,
+    ToHub,
+)
+
+ANSWER_S = 5.0
+"""how long an answer of the others is waited for, after which there is an error"""
+_GONE = "the process that has the cores has ended"
+
+
+class FrontEndClient:
+    """See `engine.core.client.CoreClient`."""
+
+    wait_s = 60.0
+    """for `engine.core.waiting`"""
+
+    def __init__(self, start: FrontEndStart) -> None:
+        self.number = start.number
+        self.config = start.config
+        self.answers: dict[str, Callable[[], bytes]] = {}
+        """what is told to other front ends, by what they ask"""
+        self._start = start
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
+        self._send_lock = threading.Lock()
+        self._state = CoresState()
+        self._kept: deque[StepOutputs] = deque()
+        self._compiling = False
+        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._numbers = itertools.count()
+        self._closed = self._abandoned = False
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def start(self) -> CoreReady:
+        """Raises `CoreDiedError` where the hub ends before cores serve."""
+        self.sentinel = os.pidfd_open(self._start.parent_pid)
+        self._end_of_hub = select.poll()
+        self._end_of_hub.register(self.sentinel, select.POLLIN)
+        self._context = zmq.Context()
+        self.receiver = self._context.socket(zmq.PULL)
+        self._sender = self._context.socket(zmq.PUSH)
+        for socket in (self.receiver, self._sender):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, self.config.limits.frames)
+            socket.setsockopt(zmq.RCVHWM, self.config.limits.frames)
+        self.receiver.bind(self._start.from_hub)
+        self._sender.connect(self._start.to_hub)  # this side connects, so that there is a queue at once
+        self._post(Joined())
+        while not isinstance(message := self._next(), CoreReady):
+            if message is None:
+                wait([self])
+        self._compiling = message.compiling
+        return message
+
+    def serves(self) -> None:
+        """Requests are taken from now on."""
+        self._post(Serves())
+
+    def send(self, message: ToCore) -> None:
+        self._check_open()
+        self._post(message)
+
+    def recv(self) -> StepOutputs:
+        while (outputs := self._poll()) is None:
+            wait([self])
+        return outputs
+
+    async def recv_async(self) -> StepOutputs:
+        while (outputs := self._poll()) is None:
+            await wait_async([self])
+        return outputs
+
+    def wait_compiled(self) -> None:
+        kept: list[StepOutputs] = []
+        while self._compiling:
+            if (outputs := self._poll()) is not None:
+                kept.append(outputs)
+            else:
+                wait([self])
+        self._kept.extend(kept)
+
+    def stalled(self) -> str | None:
+        return self._state.stalled
+
+    @property
+    def is_restarting(self) -> bool:
+        return self._state.restarting
+
+    def stats_of_each(self) -> dict[int, CoreStats]:
+        """As `ReplicatedClient`'s, a moment ago."""
+        return self._state.stats_of_each
+
+    async def ask(self, about: str) -> list[bytes]:
+        """What all front ends say, this one too. Raises `TimeoutError`. Somebody receives meanwhile."""
+        number = next(self._numbers)
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._check_open()
+            self._post(Question(number, about))
+            return await asyncio.wait_for(future, ANSWER_S)
+        finally:
+            del self._asked[number]
+
+    def abandon(self) -> None:
+        self._abandoned = True
+
+    def close(self) -> None:
+        """The cores stay."""
+        if self._closed or self._context is None:
+            return
+        self._closed = True
+        self._context.destroy(linger=0)
+        os.close(self.sentinel)
+
+    def _post(self, message: ToHub) -> None:
+        frame = self._encoder.encode(FromFrontEnd(self.number, message))
+        with self._send_lock:
+            try:
+                self._sender.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                if isinstance(message, AddRequest):
+                    raise QueueFullError(self.config.limits.message("frames")) from None
+                self._sender.send(frame)  # it ends something that was sent, so it must arrive
+
+    def _poll(self) -> StepOutputs | None:
+        message = self._kept.popleft() if self._kept else self._next()
+        if isinstance(message, StepOutputs):
+            self._compiling = message.stats.compiling
+            return message
+        return None
+
+    def _next(self) -> StepOutputs | CoreReady | None:
+        """What has come for whoever receives; None: nothing now."""
+        self._check_open()
+        while True:
+            try:
+                message = self._decoder.decode(self.receiver.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            match message:
+                case CoresState():
+                    self._state = message
+                    self._check_open()
+                case Question():
+                    tell = self.answers.get(message.about)
+                    self._post(Answer(message.number, b"" if tell is None else tell()))
+                case Answers():
+                    if (future := self._asked.get(message.number)) is not None and not future.done():
+                        future.set_result(message.texts)
+                case _:
+                    return message
+        if self._end_of_hub.poll(0):
+            self._state = CoresState(died=_GONE)
+            self._check_open()
+        return None
+
+    def _check_open(self) -> None:
+        if self._state.died is not None:
+            raise CoreDiedError(self._state.died)
+        if self._closed or self._abandoned or self._context is None:
+            raise CoreDiedError("the core is not running: not started, or closed")

@@ -1,0 +1,306 @@
+"""The cores of several front ends: each request goes on as if its front end were alone with them.
+
+One event loop has the sockets; no waiting but for what comes. What a front end that has gone had is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+import msgspec
+import zmq
+
+from engine.config import EngineConfig
+from engine.core.client import CoreClient
+from engine.core.supervision import SocketDirectory
+from engine.core.wire import (
+    AbortRequests,
+    AddRequest,
+    CoreReady,
+    CoreStats,
+    Delta,
+    SequenceDelta,
+    StepOutputs,
+    StepTaken,
+    ToCore,
+    TokenDeltas,
+    Vocabulary,
+)
+from engine.errors import CoreDiedError, EngineError, QueueFullError
+from engine.front_ends.wire import Answer, Answers, CoresState, FromFrontEnd, FromHub, Joined, Question, Serves
+from engine.replicas.client import ReplicatedClient
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+"""how often front ends learn what they are not told with their outputs: counts of a core that has nothing for them,
+and whether it makes progress"""
+ANSWER_S = 2.0
+"""for front ends to say what another one asks"""
+_AT_ONCE = 256
+"""messages of front ends, until others have a turn"""
+
+
+class _FrontEnd(msgspec.Struct, eq=False):
+    sender: zmq.Socket[bytes]
+    serves: bool = False
+    lacks_stats: bool = False
+
+
+class _Asked(msgspec.Struct, eq=False):
+    front_end: int
+    number: int
+    """of its question"""
+    missing: set[int]
+    texts: list[bytes]
+
+
+class Hub:
+    """Belongs to the event loop that runs it. Front ends have numbers that are not used again."""
+
+    def __init__(self, config: EngineConfig, client: CoreClient, directory: SocketDirectory) -> None:
+        """`client` and `directory` stay the caller's; `address` of each front end is in it."""
+        self._client, self._directory = client, directory
+        self._ready: CoreReady | None = None
+        self._replicated = config.parallel.data > 1
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._most_frames = config.limits.frames
+        self._receiver = self._socket(zmq.PULL)
+        self._receiver.bind(directory.to_core)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromFrontEnd)
+        self._front_ends: dict[int, _FrontEnd] = {}
+        self._owners: dict[str, int] = {}
+        """front ends by the sequences that they wait for"""
+        self._asked: dict[int, _Asked] = {}
+        self._questions = 0
+        self._stats = CoreStats()
+        self._state = CoresState()
+        self._vocabulary_is_known = False
+        self.on_serves: Callable[[int], None] = lambda number: None
+        """a front end takes requests"""
+        self.on_stuck: Callable[[int], None] = lambda number: None
+        """one takes nothing any more, and is to be ended"""
+
+    def address(self, number: int) -> str:
+        """That a front end binds."""
+        return f"{self._directory.from_core}-{number}"
+
+    async def run(self, ready: CoreReady) -> CoreDiedError:
+        """The client has started; until no core serves any more, which every front end is told; returns why. May be
+        cancelled."""
+        loop = asyncio.get_running_loop()
+        self._ready = ready
+        self._stats = CoreStats(compiling=ready.compiling, kv_blocks_total=ready.num_blocks)
+        loop.add_reader(self._receiver.fileno(), self._take_in)
+        looking = asyncio.create_task(self._look())
+        self._take_in()
+        try:
+            while True:
+                self._tell_all(await self._client.recv_async())
+        except CoreDiedError as error:
+            self._tell_state(CoresState(died=str(error)))
+            return error
+        finally:
+            looking.cancel()
+            loop.remove_reader(self._receiver.fileno())
+
+    def lost(self, number: int) -> None:
+        """A front end has gone: nobody waits for what it had."""
+        front_end = self._front_ends.pop(number, None)
+        if front_end is not None:
+            front_end.sender.close()
+        names = [name for name, owner in self._owners.items() if owner == number]
+        self._abort(number, names)
+        for asked in list(self._asked):
+            self._answered(asked, number, None)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, self._most_frames)
+        socket.setsockopt(zmq.RCVHWM, self._most_frames)
+        return socket
+
+    # -- from front ends ---------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> None:
+        """The descriptor of the socket signals changes, not states: until nothing is left."""
+        for _ in range(_AT_ONCE):
+            try:
+                frame = self._receiver.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except zmq.ZMQError:  # it was closed
+                return
+            try:
+                received = self._decoder.decode(frame)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                logger.exception("a front end sent a frame that does not decode")
+                continue
+            self._take(received.front_end, received.message)
+        asyncio.get_running_loop().call_soon(self._take_in)
+
+    def _take(self, number: int, message: ToCore | Joined | Serves | Question | Answer) -> None:
+        if isinstance(message, Joined):
+            self._join(number)
+        elif number not in self._front_ends:
+            return  # its last words
+        else:
+            match message:
+                case Serves():
+                    self._front_ends[number].serves = True
+                    self.on_serves(number)
+                case Question():
+                    self._ask(number, message)
+                case Answer():
+                    self._answered(message.number, number, message.text)
+                case AddRequest():
+                    self._add(number, message)
+                case AbortRequests():
+                    self._abort(number, message.request_ids)
+                case Vocabulary():
+                    if not self._vocabulary_is_known:  # all have the same, and taking it in takes long
+                        self._vocabulary_is_known = True
+                        self._send(message)
+                case _:
+                    self._send(message)
+
+    def _join(self, number: int) -> None:
+        sender = self._socket(zmq.PUSH)
+        sender.connect(self.address(number))  # this side connects, so that there is a queue at once
+        self._front_ends[number] = _FrontEnd(sender)
+        assert self._ready is not None, "nothing is taken in before"
+        self._tell(number, self._ready)
+        self._tell(number, self._state)
+        self._tell(number, StepOutputs(deltas=[], stats=self._stats))
+
+    def _add(self, number: int, message: AddRequest) -> None:
+        for name in message.request_ids:
+            self._owners[name] = number
+        try:
+            self._client.send(message)
+        except EngineError as error:
+            for name in message.request_ids:
+                del self._owners[name]
+            kind = "queue_full" if isinstance(error, QueueFullError) else "fault"
+            refused: list[Delta] = [
+                SequenceDelta(request_id=name, finish_reason="error", error=str(error), error_kind=kind)
+                for name in message.request_ids
+            ]
+            self._tell(number, StepOutputs(deltas=refused, stats=self._stats))
+
+    def _abort(self, number: int, names: Iterable[str]) -> None:
+        own = [name for name in names if self._owners.get(name) == number]
+        for name in own:
+            del self._owners[name]
+        if own:
+            self._send(AbortRequests(request_ids=own))
+
+    def _send(self, message: ToCore) -> None:
+        try:
+            self._client.send(message)
+        except EngineError as error:  # a core that is dead is the receiver's to find
+            logger.warning("the cores were not told: %s", str(error).rpartition("\n")[2])
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def _ask(self, number: int, question: Question) -> None:
+        """Of all that serve, and of the one that asks."""
+        whom = {each for each, front_end in self._front_ends.items() if front_end.serves or each == number}
+        self._questions += 1
+        own = self._questions
+        self._asked[own] = _Asked(number, question.number, set(whom), [])
+        for each in whom:
+            self._tell(each, Question(own, question.about))
+        asyncio.get_running_loop().call_later(ANSWER_S, self._end_question, own)
+
+    def _answered(self, own: int, number: int, text: bytes | None) -> None:
+        """None: it says nothing."""
+        asked = self._asked.get(own)
+        if asked is None or number not in asked.missing:
+            return
+        asked.missing.discard(number)
+        if text is not None:
+            asked.texts.append(text)
+        if not asked.missing:
+            self._end_question(own)
+
+    def _end_question(self, own: int) -> None:
+        asked = self._asked.pop(own, None)
+        if asked is not None:
+            self._tell(asked.front_end, Answers(asked.number, asked.texts))
+
+    # -- to front ends -----------------------------------------------------------------------------------------------
+
+    def _tell_all(self, outputs: StepOutputs) -> None:
+        self._stats = outputs.stats
+        news, counts_steps = self._divided(outputs.deltas), min(self._front_ends, default=0)
+        for number, front_end in list(self._front_ends.items()):
+            step: StepTaken | None = outputs.step if number == counts_steps else None
+            if number in news or step is not None:
+                front_end.lacks_stats = False
+                self._tell(number, StepOutputs(deltas=news.get(number, []), stats=outputs.stats, step=step))
+            else:
+                front_end.lacks_stats = True
+
+    def _divided(self, deltas: Iterable[Delta]) -> dict[int, list[Delta]]:
+        """By front end. Of whom nobody waits for nothing is told."""
+        news: dict[int, list[Delta]] = {}
+        for delta in deltas:
+            if isinstance(delta, SequenceDelta):
+                number = self._owners.get(delta.request_id)
+                if number is None:
+                    continue
+                news.setdefault(number, []).append(delta)
+                if delta.finish_reason is not None:
+                    del self._owners[delta.request_id]
+                continue
+            parts: dict[int, TokenDeltas] = {}
+            for name, token in zip(delta.request_ids, delta.token_ids, strict=True):
+                number = self._owners.get(name)
+                if number is None:
+                    continue
+                if number not in parts:
+                    parts[number] = TokenDeltas(request_ids=[], token_ids=[])
+                    news.setdefault(number, []).append(parts[number])
+                parts[number].request_ids.append(name)
+                parts[number].token_ids.append(token)
+        return news
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for number, front_end in list(self._front_ends.items()):
+                if front_end.lacks_stats:
+                    front_end.lacks_stats = False
+                    self._tell(number, StepOutputs(deltas=[], stats=self._stats))
+            if (state := self._state_now()) != self._state:
+                self._tell_state(state)
+
+    def _state_now(self) -> CoresState:
+        client, stalled = self._client, self._client.stalled()
+        if not isinstance(client, ReplicatedClient):
+            return CoresState(stalled=stalled)
+        each = client.stats_of_each() if self._replicated else {}
+        return CoresState(stalled=stalled, restarting=client.is_restarting, stats_of_each=each)
+
+    def _tell_state(self, state: CoresState) -> None:
+        self._state = state
+        for number in list(self._front_ends):
+            self._tell(number, state)
+
+    def _tell(self, number: int, message: FromHub) -> None:
+        front_end = self._front_ends.get(number)
+        if front_end is None:
+            return
+        try:
+            front_end.sender.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # it takes nothing any more
+            logger.error("front end %d has not taken %d messages, and is ended", number, self._most_frames)
+            self.on_stuck(number)

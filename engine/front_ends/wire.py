@@ -1,0 +1,69 @@
+"""Messages between front ends and the hub that has the cores. msgspec only, as between a core and whoever has it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.core.wire import CoreReady, CoreStats, StepOutputs, ToCore
+
+
+class FrontEndStart(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a front end's process needs to know of the hub; written by its parent."""
+
+    number: int
+    """not used again"""
+    config: EngineConfig
+    parent_pid: int
+    to_hub: str
+    """address that the hub has bound"""
+    from_hub: str
+    """address that the front end binds"""
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """A front end listens to the hub: it is told when cores serve."""
+
+
+class Serves(msgspec.Struct, frozen=True, tag="serves"):
+    """A front end takes requests."""
+
+
+class Question(msgspec.Struct, frozen=True, tag="question"):
+    """To every front end; each gives an answer, and whoever asks gets all of them."""
+
+    number: int
+    about: str
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    number: int
+    text: bytes
+
+
+ToHub = ToCore | Joined | Serves | Question | Answer
+
+
+class FromFrontEnd(msgspec.Struct, frozen=True, array_like=True):
+    front_end: int
+    message: ToHub
+
+
+class Answers(msgspec.Struct, frozen=True, tag="answers"):
+    """To whoever asked: of each front end that answered in time."""
+
+    number: int
+    texts: list[bytes]
+
+
+class CoresState(msgspec.Struct, frozen=True, tag="state"):
+    """Of the cores, as `CoreClient` tells it of its own."""
+
+    died: str | None = None
+    stalled: str | None = None
+    restarting: bool = False
+    stats_of_each: dict[int, CoreStats] = {}
+    """where there are replicas"""
+
+
+FromHub = StepOutputs | CoreReady | CoresState | Question | Answers

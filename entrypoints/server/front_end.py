@@ -1,0 +1,98 @@
+"""One of several processes that take requests (`--api-server-count`): `front_ends` starts it, with a `Begin` as one
+line of JSON on stdin. It ends with whoever has started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from engine.core.process import write_log
+from engine.front_ends.wire import FrontEndStart
+from entrypoints.server.caller import caller_id
+from entrypoints.server.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from engine.config import EngineArgs, EngineConfig
+    from engine.front_ends.client import FrontEndClient
+    from engine.models.description import ModelDescription
+
+NAME = "API server {}"
+"""in the log"""
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    start: FrontEndStart
+    given: list[str]
+    """of the command line; the environment and files say the rest, as they do to whoever starts this process"""
+    listener_fd: int
+    api_key: str | None
+    """that the environment had"""
+    response_store: str
+    log_level: int
+    log_mark: str
+
+
+class _Parent(Supervisor):
+    """Whoever has started this process listens where a supervisor would, and passes its signals on."""
+
+    is_there = True
+    watches = False
+
+    def __init__(self, client: FrontEndClient) -> None:
+        super().__init__({}, os.getpid())
+        self._client = client
+
+    def ready(self, status: str) -> None:
+        self._client.serves()
+
+
+def main() -> NoReturn:
+    begin = msgspec.json.decode(sys.stdin.buffer.readline(), type=Begin)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    write_log(NAME.format(begin.start.number), begin.log_level, begin.log_mark, caller_id)
+    raise SystemExit(_run(begin))
+
+
+def _run(begin: Begin) -> int:
+    import asyncio
+
+    from engine.errors import EngineError
+    from entrypoints.serve import build_parser
+    from entrypoints.server.api_key import VARIABLE
+    from entrypoints.server.run import logger, run_loop
+    from entrypoints.sources import parse_all
+
+    options = parse_all(build_parser(), begin.given, os.environ)
+    options.response_store = Path(begin.response_store)
+    if begin.api_key is not None:
+        os.environ[VARIABLE] = begin.api_key  # whoever takes it removes it, too
+    try:
+        return run_loop(_serve(options, begin))
+    except EngineError as error:
+        logger.critical("%s", error)
+        return 1
+    except asyncio.CancelledError:  # SIGTERM while starting
+        return 143
+
+
+async def _serve(options: Any, begin: Begin) -> int:
+    from engine import AsyncEngine
+    from engine.front_ends.client import FrontEndClient
+    from engine.resolve import resolve_here
+    from entrypoints.options import engine_args
+    from entrypoints.server.run import serve_engine
+
+    client = FrontEndClient(begin.start)
+
+    def resolve(args: EngineArgs) -> tuple[ModelDescription, EngineConfig]:
+        return resolve_here(args, warns=False)[0], client.config
+
+    engine = AsyncEngine(engine_args(options, options.model), client_factory=lambda _: client, resolve=resolve)
+    with socket.socket(fileno=begin.listener_fd) as listener:
+        return await serve_engine(engine, listener, options, _Parent(client), client)

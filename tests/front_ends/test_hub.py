@@ -1,0 +1,327 @@
+"""Front ends of one hub over real sockets: each gets its own sequences' tokens, and nothing of another's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from random import Random
+
+import pytest
+from core_fakes import request, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.supervision import SocketDirectory
+from engine.core.wire import (
+    AbortRequests,
+    AddRequest,
+    CoreReady,
+    CoreStats,
+    Delta,
+    Follower,
+    ResetPrefixCache,
+    SequenceDelta,
+    StepOutputs,
+    StepTaken,
+    ToCore,
+    TokenDeltas,
+    Vocabulary,
+    each_delta,
+)
+from engine.errors import CoreDiedError, EngineError, QueueFullError
+from engine.front_ends.client import FrontEndClient
+from engine.front_ends.hub import Hub
+from engine.front_ends.wire import FrontEndStart
+
+READY = CoreReady(
+    num_blocks=64,
+    block_size=16,
+    max_model_len=4096,
+    attention_backend="none",
+    ledger="",
+    distinct_pieces=0,
+    pieces_compiled=0,
+    startup_seconds=0.0,
+)
+
+
+class Cores:
+    """A `CoreClient` that says what it is told to say."""
+
+    def __init__(self) -> None:
+        self.told: list[ToCore] = []
+        self.refuses: EngineError | None = None
+        self.why_stalled: str | None = None
+        self.says: asyncio.Queue[StepOutputs | CoreDiedError] = asyncio.Queue()
+
+    def send(self, message: ToCore) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.told.append(message)
+
+    async def recv_async(self) -> StepOutputs:
+        said = await self.says.get()
+        if isinstance(said, CoreDiedError):
+            raise said
+        return said
+
+    def say(self, *deltas: Delta, step: StepTaken | None = None, generated: int = 0) -> None:
+        self.says.put_nowait(StepOutputs(deltas=[*deltas], stats=CoreStats(generated_tokens=generated), step=step))
+
+    def stalled(self) -> str | None:
+        return self.why_stalled
+
+
+class Together:
+    def __init__(
+        self, hub: Hub, cores: Cores, clients: list[FrontEndClient], running: asyncio.Task[CoreDiedError]
+    ) -> None:
+        self.hub, self.cores, self.clients, self.running = hub, cores, clients, running
+        self.got: list[list[StepOutputs]] = [[] for _ in clients]
+        self.died: list[str | None] = [None for _ in clients]
+        self._tasks = [asyncio.create_task(self._receive(place)) for place in range(len(clients))]
+
+    async def _receive(self, place: int) -> None:
+        try:
+            while True:
+                self.got[place].append(await self.clients[place].recv_async())
+        except CoreDiedError as error:
+            self.died[place] = str(error)
+
+    def tokens(self, place: int) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = defaultdict(list)
+        for outputs in self.got[place]:
+            for delta in each_delta(outputs.deltas):
+                found[delta.request_id] += delta.token_ids
+        return found
+
+    def ended(self, place: int) -> dict[str, SequenceDelta]:
+        deltas = [delta for outputs in self.got[place] for delta in each_delta(outputs.deltas)]
+        return {delta.request_id: delta for delta in deltas if delta.finish_reason is not None}
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def has_heard(self, place: int, name: str, tokens: list[int]) -> None:
+        await self.until(lambda: self.tokens(place)[name] == tokens)
+
+    async def was_told(self, message: ToCore) -> None:
+        await self.until(lambda: message in self.cores.told)
+
+    async def close(self) -> None:
+        self.running.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(self.running, *self._tasks, return_exceptions=True)
+        for client in self.clients:
+            client.close()
+
+
+@asynccontextmanager
+async def together(count: int, frames: int = 65536) -> AsyncIterator[Together]:
+    config, cores, directory = tiny_config(frames=frames), Cores(), SocketDirectory()
+    hub = Hub(config, cores, directory)  # type: ignore[arg-type]  # of a client it needs these
+    starts = [
+        FrontEndStart(
+            number=number,
+            config=config,
+            parent_pid=os.getpid(),
+            to_hub=directory.to_core,
+            from_hub=hub.address(number),
+        )
+        for number in range(1, count + 1)
+    ]
+    clients = [FrontEndClient(start) for start in starts]
+    running = asyncio.create_task(hub.run(READY))
+    try:
+        readies = await asyncio.gather(*(asyncio.to_thread(client.start) for client in clients))
+        assert readies == [READY] * count
+        for client in clients:
+            client.serves()
+        all_of_them = Together(hub, cores, clients, running)
+        try:
+            yield all_of_them
+        finally:
+            await all_of_them.close()
+    finally:
+        hub.close()
+        directory.remove()
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def added(name: str, n: int = 1) -> AddRequest:
+    message = request(name)
+    followers = [Follower(request_id=f"{name}:{i}", seed=i) for i in range(1, n)]
+    return AddRequest(
+        request_id=name,
+        prompt_token_ids=message.prompt_token_ids,
+        params=message.params,
+        max_tokens=100,
+        followers=followers,
+    )
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from("rrrnttttttteea"), min_size=5, max_size=60))
+def test_each_gets_its_own_tokens_and_ends(seed: int, events: list[str]) -> None:
+    """Requests with several samples, tokens in common and single deltas, ends and aborts, by chance."""
+    random, owners, wanted = Random(seed), dict[str, int](), defaultdict[str, list[int]](list)
+    aborted, over = set[str](), set[str]()
+
+    async def main() -> None:
+        async with together(3) as all_of_them:
+            for index, event in enumerate(events):
+                running = sorted(owners.keys() - aborted - over)
+                if event in "rn":
+                    place, message = random.randrange(3), added(f"s{index}", 1 if event == "r" else 3)
+                    owners.update(dict.fromkeys(message.request_ids, place))
+                    all_of_them.clients[place].send(message)
+                    await all_of_them.was_told(message)
+                elif event == "t" and running:
+                    chosen = random.sample(running, random.randrange(1, len(running) + 1))
+                    tokens = [random.randrange(100) for _ in chosen]
+                    for name, token in zip(chosen, tokens, strict=True):
+                        wanted[name].append(token)
+                    all_of_them.cores.say(
+                        TokenDeltas(
+                            request_ids=["nobody", *chosen, *aborted], token_ids=[1, *tokens, *(1 for _ in aborted)]
+                        )
+                    )
+                elif event == "e" and running:
+                    name = random.choice(running)
+                    over.add(name)
+                    wanted[name].append(5)
+                    all_of_them.cores.say(SequenceDelta(request_id=name, token_ids=[5], finish_reason="length"))
+                elif event == "a" and running:
+                    name = random.choice(running)
+                    # An answer to what was said before is here, so that it is clear what it had got.
+                    await all_of_them.has_heard(owners[name], name, wanted[name])
+                    aborted.add(name)
+                    all_of_them.clients[owners[name]].send(AbortRequests(request_ids=[name, "unknown"]))
+                    await all_of_them.was_told(AbortRequests(request_ids=[name]))
+            for name, place in owners.items():
+                await all_of_them.has_heard(place, name, wanted[name])
+            for place in range(3):
+                own = {name for name, owner in owners.items() if owner == place}
+                assert {name for name, tokens in all_of_them.tokens(place).items() if tokens} <= own
+                assert all_of_them.ended(place).keys() == own & over
+
+    run(main)
+
+
+def test_what_is_refused_is_told_to_whoever_asked_and_to_nobody_else() -> None:
+    async def main() -> None:
+        async with together(2) as both:
+            both.cores.refuses = QueueFullError("too many")
+            both.clients[1].send(added("queue_full", n=2))
+            await both.until(lambda: len(both.ended(1)) == 2)
+            both.cores.refuses = CoreDiedError("gone")
+            both.clients[1].send(added("fault", n=2))
+            await both.until(lambda: len(both.ended(1)) == 4)
+            assert not both.ended(0)
+            for kind, why in (("queue_full", "too many"), ("fault", "gone")):
+                told = both.ended(1)[kind]
+                assert (told.finish_reason, told.error_kind, told.error) == ("error", kind, why)
+            both.cores.refuses = None
+            both.cores.say(TokenDeltas(request_ids=["fault"], token_ids=[1]))  # nobody waits for it any more
+            both.clients[0].send(ResetPrefixCache())
+            await both.until(lambda: ResetPrefixCache() in both.cores.told)
+            assert not both.tokens(1)["fault"]
+
+    run(main)
+
+
+def test_what_one_had_that_has_gone_is_aborted_and_what_it_says_then_is_nobodys() -> None:
+    async def main() -> None:
+        async with together(2) as both:
+            both.clients[0].send(added("a", n=2))
+            both.clients[1].send(added("b"))
+            await both.until(lambda: len(both.cores.told) == 2)
+            both.hub.lost(1)
+            assert both.cores.told[2:] == [AbortRequests(request_ids=["a", "a:1"])]
+            both.clients[0].send(added("late"))
+            both.cores.say(TokenDeltas(request_ids=["a", "b"], token_ids=[3, 4]))
+            await both.until(lambda: both.tokens(1)["b"] == [4])
+            assert not both.tokens(0) and len(both.cores.told) == 3
+            assert await both.clients[1].ask("none") == [b""]  # and nobody waits for its answers
+
+    run(main)
+
+
+def test_all_are_asked_and_steps_are_told_to_one() -> None:
+    async def main() -> None:
+        async with together(3) as three:
+            for place, client in enumerate(three.clients):
+                client.answers["place"] = str(place).encode
+            assert sorted(await three.clients[1].ask("place")) == [b"0", b"1", b"2"]
+            for number in range(5):
+                three.cores.say(step=StepTaken(0.5, 8), generated=number)
+            await three.until(lambda: sum(each.step is not None for each in three.got[0]) == 5)
+            # Who had nothing to hear learns what is counted, but for a moment.
+            await three.until(lambda: all(got[-1].stats.generated_tokens == 4 for got in three.got))
+            assert not any(each.step for got in three.got[1:] for each in got)
+
+    run(main)
+
+
+def test_a_vocabulary_is_told_once() -> None:
+    """All have the same, and taking it in takes a core long."""
+
+    async def main() -> None:
+        async with together(2) as both:
+            for client in both.clients:
+                client.send(Vocabulary(tokenizer="{}", eos_token_ids=[2]))
+                client.send(ResetPrefixCache())
+            await both.until(lambda: both.cores.told.count(ResetPrefixCache()) == 2)
+            assert sum(isinstance(each, Vocabulary) for each in both.cores.told) == 1
+
+    run(main)
+
+
+def test_all_learn_of_a_stall_and_of_the_end() -> None:
+    async def main() -> None:
+        async with together(2) as both:
+            both.cores.why_stalled = "it hangs"
+            await both.until(lambda: [client.stalled() for client in both.clients] == ["it hangs"] * 2)
+            both.cores.says.put_nowait(CoreDiedError("killed"))
+            await both.until(lambda: both.died == ["killed"] * 2)
+            assert str(await both.running) == "killed"
+            for client in both.clients:
+                with pytest.raises(CoreDiedError, match="killed"):
+                    client.send(added("x"))
+
+    run(main)
+
+
+def test_one_that_takes_nothing_any_more_is_given_up() -> None:
+    async def main() -> None:
+        async with together(2, frames=16) as both:
+            stuck = list[int]()
+            both.hub.on_stuck = stuck.append
+            both._tasks[0].cancel()  # it does not receive
+            with suppress(asyncio.CancelledError):
+                await both._tasks[0]
+            both.clients[0].send(added("a"))
+            both.clients[1].send(added("b"))
+            await both.until(lambda: len(both.cores.told) == 2)
+            for number in range(3000):
+                both.cores.say(SequenceDelta(request_id="a", token_ids=[7] * 2000))
+                if number % 16 == 0:
+                    await asyncio.sleep(0)
+            both.cores.say(TokenDeltas(request_ids=["b"], token_ids=[9]))
+            await both.until(lambda: bool(stuck) and both.tokens(1)["b"] == [9])
+            assert set(stuck) == {1}
+
+    run(main)
