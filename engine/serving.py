@@ -18,6 +18,7 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient
 from engine.core.wire import CoreReady
 from engine.errors import ConfigError, CoreDiedError, DeadlineError, EngineError, ShutDownError
+from engine.front_ends.client import FrontEndClient
 from engine.frontend.admission import AdmittedRequest, ParsedPrompt, spellings
 from engine.frontend.failures import CONTROL, fails_alone
 from engine.frontend.texts import check_name, check_params, check_text
@@ -146,6 +147,8 @@ class Serving(Session):
     ) -> None:
         super().__init__(model, config, tokenizer, client, ready)
         self.streams: dict[str, Stream] = {}
+        if isinstance(client, FrontEndClient):
+            self.config, client.on_change = client.config, self._take_change
         with suppress(EngineError):  # a core that is dead is the receiver's to find
             self.tell_vocabulary()  # while nobody streams: the core does nothing else until it has taken it in
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
@@ -242,10 +245,13 @@ class Serving(Session):
         for stream in self.streams.values():
             stream.tell()
 
+    def _take_change(self, config: EngineConfig, ready: CoreReady) -> None:
+        self.config, self.ready = config, ready
+
     @property
-    def replicated(self) -> ReplicatedClient:
+    def replicated(self) -> ReplicatedClient | FrontEndClient:
         """The cores, where there are several. Raises `ConfigError`."""
-        if not isinstance(self.client, ReplicatedClient) or self.config.parallel.data == 1:
+        if not isinstance(self.client, ReplicatedClient | FrontEndClient) or self.config.parallel.data == 1:
             raise ConfigError("data_parallel_size is 1: only an engine that was started with more replicas is scaled")
         return self.client
 

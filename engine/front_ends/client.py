@@ -9,21 +9,28 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 import zmq
 
+from engine import errors
+from engine.config import EngineConfig
+from engine.core.sleeper import Sleeper
 from engine.core.waiting import wait, wait_async
 from engine.core.wire import AddRequest, CoreReady, CoreStats, StepOutputs, ToCore
-from engine.errors import CoreDiedError, QueueFullError
+from engine.errors import CoreDiedError, EngineError, QueueFullError
 from engine.front_ends.wire import (
     Answer,
     Answers,
+    Changed,
     CoresState,
+    Done,
     FromFrontEnd,
     FromHub,
     FrontEndStart,
     Joined,
+    Order,
     Question,
     Serves,
     ToHub,
@@ -34,7 +41,7 @@ ANSWER_S = 5.0
 _GONE = "the process that has the cores has ended"
 
 
-class FrontEndClient:
+class FrontEndClient(Sleeper):
     """See `engine.core.client.CoreClient`."""
 
     wait_s = 60.0
@@ -52,6 +59,9 @@ class FrontEndClient:
         self._state = CoresState()
         self._kept: deque[StepOutputs] = deque()
         self._compiling = False
+        self.on_change: Callable[[EngineConfig, CoreReady], None] = lambda config, ready: None
+        """cores have other weights"""
+        self._orders: dict[int, Future[Done]] = {}
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
         self._numbers = itertools.count()
         self._closed = self._abandoned = False
@@ -127,6 +137,39 @@ class FrontEndClient:
         finally:
             del self._asked[number]
 
+    # -- what is done to cores, by threads that wait for it -----------------------------------------------------------
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._state.asleep
+
+    def sleep(self) -> None:
+        self._carry_out(Order(next(self._numbers), "sleep"))
+
+    def wake_up(self, config: EngineConfig | None = None) -> None:
+        self._carry_out(Order(next(self._numbers), "wake_up", config))
+
+    def change(self, config: EngineConfig) -> None:
+        self._carry_out(Order(next(self._numbers), "change", config))
+
+    def scale(self, replicas: int, drain_timeout_s: float | None = None) -> None:
+        """As `ReplicatedClient.scale`."""
+        order = Order(next(self._numbers), "scale", replicas=replicas, drain_timeout_s=drain_timeout_s)
+        self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
+        """Raises what it raised where the cores are."""
+        done = self._orders[order.number] = Future()
+        try:
+            self._check_open()
+            self._post(order)
+            result = done.result()
+        finally:
+            del self._orders[order.number]
+        if result.kind is not None:
+            known = getattr(errors, result.kind, EngineError)
+            raise known(result.message)
+
     def abandon(self) -> None:
         self._abandoned = True
 
@@ -135,6 +178,7 @@ class FrontEndClient:
         if self._closed or self._context is None:
             return
         self._closed = True
+        self._give_up(CoreDiedError("this front end was closed"))
         self._context.destroy(linger=0)
         os.close(self.sentinel)
 
@@ -173,6 +217,12 @@ class FrontEndClient:
                 case Answers():
                     if (future := self._asked.get(message.number)) is not None and not future.done():
                         future.set_result(message.texts)
+                case Done():
+                    if (order := self._orders.get(message.number)) is not None:
+                        order.set_result(message)
+                case Changed():
+                    self.config = message.config
+                    self.on_change(message.config, message.ready)
                 case _:
                     return message
         if self._end_of_hub.poll(0):
@@ -182,6 +232,13 @@ class FrontEndClient:
 
     def _check_open(self) -> None:
         if self._state.died is not None:
-            raise CoreDiedError(self._state.died)
+            self._give_up(error := CoreDiedError(self._state.died))
+            raise error
         if self._closed or self._abandoned or self._context is None:
             raise CoreDiedError("the core is not running: not started, or closed")
+
+    def _give_up(self, error: CoreDiedError) -> None:
+        """Whoever waits for an order's end."""
+        for order in list(self._orders.values()):
+            if not order.done():
+                order.set_exception(error)

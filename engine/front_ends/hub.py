@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import zmq
 
+from engine import errors
 from engine.config import EngineConfig
 from engine.core.client import CoreClient
 from engine.core.supervision import SocketDirectory
@@ -28,9 +29,23 @@ from engine.core.wire import (
     TokenDeltas,
     Vocabulary,
 )
-from engine.errors import CoreDiedError, EngineError, QueueFullError
-from engine.front_ends.wire import Answer, Answers, CoresState, FromFrontEnd, FromHub, Joined, Question, Serves
+from engine.errors import ConfigError, CoreDiedError, EngineError, QueueFullError
+from engine.front_ends.wire import (
+    Answer,
+    Answers,
+    Changed,
+    CoresState,
+    Done,
+    FromFrontEnd,
+    FromHub,
+    Joined,
+    Order,
+    Question,
+    Serves,
+    ToHub,
+)
 from engine.replicas.client import ReplicatedClient
+from engine.sleeping import ready_with, sleeper
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +77,11 @@ class Hub:
 
     def __init__(self, config: EngineConfig, client: CoreClient, directory: SocketDirectory) -> None:
         """`client` and `directory` stay the caller's; `address` of each front end is in it."""
+        self.config = config
+        """by which cores serve now"""
         self._client, self._directory = client, directory
         self._ready: CoreReady | None = None
-        self._replicated = config.parallel.data > 1
+        self._orders: set[asyncio.Task[None]] = set()
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._most_frames = config.limits.frames
         self._receiver = self._socket(zmq.PULL)
@@ -146,7 +163,7 @@ class Hub:
             self._take(received.front_end, received.message)
         asyncio.get_running_loop().call_soon(self._take_in)
 
-    def _take(self, number: int, message: ToCore | Joined | Serves | Question | Answer) -> None:
+    def _take(self, number: int, message: ToHub) -> None:
         if isinstance(message, Joined):
             self._join(number)
         elif number not in self._front_ends:
@@ -160,6 +177,10 @@ class Hub:
                     self._ask(number, message)
                 case Answer():
                     self._answered(message.number, number, message.text)
+                case Order():
+                    task = asyncio.get_running_loop().create_task(self._carry_out(number, message))
+                    self._orders.add(task)
+                    task.add_done_callback(self._orders.discard)
                 case AddRequest():
                     self._add(number, message)
                 case AbortRequests():
@@ -176,6 +197,7 @@ class Hub:
         sender.connect(self.address(number))  # this side connects, so that there is a queue at once
         self._front_ends[number] = _FrontEnd(sender)
         assert self._ready is not None, "nothing is taken in before"
+        self._tell(number, Changed(self.config, self._ready))
         self._tell(number, self._ready)
         self._tell(number, self._state)
         self._tell(number, StepOutputs(deltas=[], stats=self._stats))
@@ -207,6 +229,38 @@ class Hub:
             self._client.send(message)
         except EngineError as error:  # a core that is dead is the receiver's to find
             logger.warning("the cores were not told: %s", str(error).rpartition("\n")[2])
+
+    async def _carry_out(self, number: int, order: Order) -> None:
+        """To its end, also where whoever gave it is gone."""
+        try:
+            await asyncio.to_thread(self._obey, order)
+        except Exception as error:
+            kind = type(error).__name__ if hasattr(errors, type(error).__name__) else "EngineError"
+            self._tell(number, Done(order.number, kind, str(error)))
+            return
+        if order.config is not None:
+            self.config = order.config
+            assert self._ready is not None, "nobody has joined before"
+            self._ready = await asyncio.to_thread(ready_with, self._ready, order.config)
+            for each in list(self._front_ends):
+                self._tell(each, Changed(self.config, self._ready))
+        self._tell_state(self._state_now())
+        self._tell(number, Done(order.number))
+
+    def _obey(self, order: Order) -> None:
+        """Raises `ConfigError` where nobody could."""
+        if order.what == "scale":
+            if not isinstance(self._client, ReplicatedClient) or self.config.parallel.data == 1:
+                raise ConfigError("data_parallel_size is 1: only an engine with more replicas is scaled")
+            self._client.scale(order.replicas, order.drain_timeout_s)
+            return
+        cores = sleeper(self._client)
+        if order.what == "sleep":
+            cores.sleep()
+        elif order.what == "change" and order.config is not None:
+            cores.change(order.config)
+        else:
+            cores.wake_up(order.config)
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -287,8 +341,10 @@ class Hub:
         client, stalled = self._client, self._client.stalled()
         if not isinstance(client, ReplicatedClient):
             return CoresState(stalled=stalled)
-        each = client.stats_of_each() if self._replicated else {}
-        return CoresState(stalled=stalled, restarting=client.is_restarting, stats_of_each=each)
+        each = client.stats_of_each() if self.config.parallel.data > 1 else {}
+        return CoresState(
+            stalled=stalled, restarting=client.is_restarting, asleep=client.is_sleeping, stats_of_each=each
+        )
 
     def _tell_state(self, state: CoresState) -> None:
         self._state = state

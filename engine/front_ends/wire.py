@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from engine.config import EngineConfig
@@ -41,7 +43,17 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     text: bytes
 
 
-ToHub = ToCore | Joined | Serves | Question | Answer
+class Order(msgspec.Struct, frozen=True, tag="order"):
+    """What `ReplicatedClient` does when asked, under the names of its methods."""
+
+    number: int
+    what: Literal["sleep", "wake_up", "change", "scale"]
+    config: EngineConfig | None = None
+    replicas: int = 0
+    drain_timeout_s: float | None = None
+
+
+ToHub = ToCore | Joined | Serves | Question | Answer | Order
 
 
 class FromFrontEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -62,8 +74,25 @@ class CoresState(msgspec.Struct, frozen=True, tag="state"):
     died: str | None = None
     stalled: str | None = None
     restarting: bool = False
+    asleep: bool = False
     stats_of_each: dict[int, CoreStats] = {}
     """where there are replicas"""
 
 
-FromHub = StepOutputs | CoreReady | CoresState | Question | Answers
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """To whoever gave an order."""
+
+    number: int
+    kind: str | None = None
+    """name of the class in `engine.errors`, where it was not carried out"""
+    message: str = ""
+
+
+class Changed(msgspec.Struct, frozen=True, tag="changed"):
+    """Cores serve as this configuration says from now on, which differs in the weights."""
+
+    config: EngineConfig
+    ready: CoreReady
+
+
+FromHub = StepOutputs | CoreReady | CoresState | Question | Answers | Done | Changed

@@ -32,7 +32,7 @@ def check_options(options: argparse.Namespace) -> Keyring | None:
 
 def _check_several(options: argparse.Namespace) -> None:
     """What one process does for its own requests."""
-    for name in ("pinned_prefixes", "enable_sleep_mode", "profile_dir"):
+    for name in ("pinned_prefixes", "profile_dir"):
         if getattr(options, name):
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is for one process that takes requests: leave --api-server-count out")

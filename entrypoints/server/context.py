@@ -128,9 +128,8 @@ class ServerContext:
         self.settings = settings
         self.adapters = Adapters(engine, self.names)
         self.speech = Speech(engine.tokenizer, settings.tool_call_parser, settings.reasoning_parser)
-        config = engine.config
-        self.fingerprint = fingerprint_of(config)
-        """OpenAI's `system_fingerprint`: the same while answers are made in the same way"""
+        config = self._config = engine.config
+        self._fingerprint = fingerprint_of(config)
         self.texts = TokenTexts(engine.tokenizer)
         self._fill_in = fill_in_of(engine.tokenizer, config.limits, engine.max_model_len)
         recommended = engine.model.generation_defaults.get("max_new_tokens")
@@ -141,6 +140,14 @@ class ServerContext:
         self._usage = None if settings.usage_log is None else UsageLog(settings.usage_log)
         told = [RequestLog(texts) if settings.log_requests else None, self._tracing, self._usage]
         self._observers = Observers([each for each in told if each is not None], served_name)
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: the same while answers are made in the same way."""
+        if self.engine.config is not self._config:  # other weights are served
+            self._config = self.engine.config
+            self._fingerprint = fingerprint_of(self._config)
+        return self._fingerprint
 
     @property
     def fills_in(self) -> bool:

@@ -22,7 +22,6 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.child import ChildOutput, exit_cause, python_command
-from engine.config import EngineConfig
 from engine.core.client import CoreClient
 from engine.core.supervision import SocketDirectory
 from engine.core.wire import CoreReady
@@ -120,12 +119,10 @@ class _Process:
 class _FrontEnds:
     """All of them, from the first start to the last end. Belongs to the event loop."""
 
-    def __init__(
-        self, config: EngineConfig, hub: Hub, directory: SocketDirectory, sockets: list[socket.socket], begin: Begin
-    ) -> None:
+    def __init__(self, hub: Hub, directory: SocketDirectory, sockets: list[socket.socket], begin: Begin) -> None:
         """`begin`: what all are told; the rest is filled in."""
-        self._config, self._hub, self._directory, self._sockets, self._begin = config, hub, directory, sockets, begin
-        self.count, self.served_name = len(sockets), config.model.served_name
+        self._hub, self._directory, self._sockets, self._begin = hub, directory, sockets, begin
+        self.count, self.served_name = len(sockets), hub.config.model.served_name
         self._processes: dict[int, _Process] = {}
         """by their numbers"""
         self._numbers = 0
@@ -173,12 +170,9 @@ class _FrontEnds:
                 await asyncio.sleep(wait_s)
 
     def _begin_of(self, number: int, listener: socket.socket) -> Begin:
-        limits = self._config.limits
         start = FrontEndStart(
             number=number,
-            config=replace(
-                self._config, limits=replace(limits, connections=max(limits.connections // len(self._sockets), 1))
-            ),
+            config=self._hub.config,
             parent_pid=os.getpid(),
             to_hub=self._directory.to_core,
             from_hub=self._hub.address(number),
@@ -217,7 +211,7 @@ async def serve_front_ends(options: argparse.Namespace, given: Sequence[str]) ->
                 log_level=logging.getLogger().getEffectiveLevel(),
                 log_mark=child_mark(),
             )
-            front_ends = _FrontEnds(config, hub, directory, sockets, begin)
+            front_ends = _FrontEnds(hub, directory, sockets, begin)
             server = _Server(front_ends, hub, client, supervisor, passes_hangups)
             return await server.run(url_of(sockets[0], "http" if options.ssl_certfile is None else "https"))
         finally:

@@ -272,12 +272,13 @@ async def serve_engine(
 
 def _uvicorns_config(app: FastAPI, engine: AsyncEngine, options: argparse.Namespace) -> uvicorn.Config:
     limits = engine.config.limits
-    connections, backlog = make_room(limits.connections)
-    if connections < limits.connections:
+    wanted = max(limits.connections // options.api_server_count, 1)
+    connections, backlog = make_room(wanted)
+    if connections < wanted:
         logger.warning(
             "%d connections instead of %d: the hard limit of open files (ulimit -Hn) allows no more",
             connections,
-            limits.connections,
+            wanted,
         )
     return uvicorn.Config(
         app,

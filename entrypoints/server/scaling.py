@@ -25,7 +25,6 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
 
     @app.post("/scale_elastic_ep")
     async def scale(body: Scaling) -> dict[str, str]:
-        context.settings.refuse_several("replicas come and go")
         task = asyncio.create_task(engine.scale(body.new_data_parallel_size, body.drain_timeout))
         under_way.add(task)
         task.add_done_callback(under_way.discard)

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from engine.errors import ConfigError, InvalidRequestError, UnsupportedModelError, WeightsError
-from entrypoints.server.context import ServerContext, fingerprint_of
+from entrypoints.server.context import ServerContext
 from entrypoints.server.fields import Body
 
 
@@ -59,5 +59,4 @@ def add_routes(app: FastAPI, context: ServerContext) -> None:
             await to_its_end(engine.update_weights(body.model_path))
         except (InvalidRequestError, WeightsError, UnsupportedModelError, OSError) as error:
             raise InvalidRequestError(str(error), "model_path") from error
-        context.fingerprint = fingerprint_of(engine.config)
         return {"success": True, "message": f"the weights of {body.model_path} are served"}

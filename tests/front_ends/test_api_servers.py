@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 from serving import free_port, metric
 from tiny_families import save_tiny
 
@@ -205,16 +207,58 @@ def test_what_one_process_stores_another_one_finds_and_all_read_the_keys_again(m
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/none"}),
             ("/v1/unload_lora_adapter", {"lora_name": "a"}),
             ("/v1/prefixes", {"name": "a", "prompt": "b"}),
-            ("/scale_elastic_ep", {"new_data_parallel_size": 2}),
         ):
             refused = post(path, body)
             assert refused.status_code == 400 and "--api-server-count" in refused.json()["error"]["message"]
 
 
+def test_whoever_administers_need_not_know_which_process_answers(model: Path, tmp_path: Path) -> None:
+    """It sleeps and wakes up, has other weights and fewer replicas for all of them."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    turned = {name: each.roll(1, 0).contiguous() for name, each in load_file(other / "model.safetensors").items()}
+    save_file(turned, other / "model.safetensors", metadata={"format": "pt"})
+
+    def post(path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        return httpx.post(f"{server.base}{path}", json=body, timeout=120)
+
+    def fingerprint() -> str:
+        body = {"prompt": [5, 6], "max_tokens": 1}
+        return str(post("/v1/completions", body).json()["system_fingerprint"])
+
+    def asleep() -> set[bool]:
+        return {httpx.get(f"{server.base}/is_sleeping", timeout=60).json()["is_sleeping"] for _ in range(STREAMS)}
+
+    def nap() -> None:
+        assert post("/sleep").status_code == 200
+        until(lambda: asleep() == {True})
+        assert not server.children("engine.core.process")
+        assert post("/scale_elastic_ep", {"new_data_parallel_size": 1}).status_code == 400
+        assert post("/wake_up").status_code == 200
+
+    with served(model, "--enable-sleep-mode", "--data-parallel-size", "2", "--core-restarts", "5") as server:
+        wanted = asyncio.run(ask(server.base))
+        assert asyncio.run(ask(server.base, nap)) == wanted
+        until(lambda: asleep() == {False})
+        [before] = {fingerprint() for _ in range(STREAMS)}
+        missing = post("/update_weights_from_disk", {"model_path": "/none"})
+        assert missing.status_code == 400 and "/none" in missing.json()["error"]["message"]
+        assert post("/update_weights_from_disk", {"model_path": str(other)}).status_code == 200
+        [after] = {fingerprint() for _ in range(STREAMS)}
+        assert after != before and asyncio.run(ask(server.base)) != wanted
+        server.front_ends[0].kill()
+        until(lambda: len(server.front_ends) == 2)
+        assert {fingerprint() for _ in range(STREAMS)} == {after}  # whoever comes later learns it, too
+        assert len(server.children("engine.core.process")) == 2
+        assert post("/scale_elastic_ep", {"new_data_parallel_size": 1}).status_code == 200
+        until(lambda: metric(server.base, "pageloom_replicas") == 1)
+        refused = post("/scale_elastic_ep", {"new_data_parallel_size": 100})
+        assert refused.status_code == 400 and "[1, 64]" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--enable-sleep-mode"], "--enable-sleep-mode is for one process"),
         (["--profile-dir", "profiles"], "--profile-dir is for one process"),
         (["--pinned-prefixes", "prefixes.jsonl"], "--pinned-prefixes is for one process"),
         (["--keys", "keys.toml"], "the key app has quotas, which are counted where one process alone takes requests"),
