@@ -9,6 +9,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import ConfigError
+from entrypoints.server.counts import SharedMemory
 from entrypoints.server.error_shape import error_body
 from entrypoints.server.errors import describe, error_response
 from entrypoints.server.keys import CLIENT, Client, Keyring
@@ -88,14 +89,14 @@ def _show(client: Client, scope: Scope) -> None:
 
 
 def take_keys(
-    key: str | None, key_file: Path | None, keys: Path | None, *, counts_alone: bool = True
+    key: str | None, key_file: Path | None, keys: Path | None, memory: SharedMemory | None = None
 ) -> Keyring | None:
-    """None: nobody needs a key. `counts_alone`: as `Keyring`'s. Raises `ConfigError`."""
+    """None: nobody needs a key. `memory`: as `Keyring`'s. Raises `ConfigError`."""
     one = take_api_key(key, key_file)
     if keys is not None:
         if one is not None:
             raise ConfigError(f"--keys has the keys of all clients: unset {VARIABLE}")
-        return Keyring(file=keys, counts_alone=counts_alone)
+        return Keyring(file=keys, memory=memory)
     return None if one is None else Keyring(key=one)
 
 

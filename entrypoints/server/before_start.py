@@ -10,12 +10,13 @@ from pathlib import Path
 from engine.dialects.resolve import dialect_of
 from engine.errors import ConfigError
 from entrypoints.server.api_key import take_keys
+from entrypoints.server.counts import SharedMemory
 from entrypoints.server.keys import Keyring
 from entrypoints.server.tracing import check_tracing
 
 
-def check_options(options: argparse.Namespace) -> Keyring | None:
-    """Returns the keys. Raises `ConfigError`."""
+def check_options(options: argparse.Namespace, memory: SharedMemory | None = None) -> Keyring | None:
+    """Returns the keys; `memory`: as `Keyring`'s. Raises `ConfigError`."""
     check_speech(options)
     if options.otlp_endpoint is not None:
         check_tracing(options.otlp_endpoint)
@@ -24,10 +25,9 @@ def check_options(options: argparse.Namespace) -> Keyring | None:
     if options.profile_dir is not None:
         _check_directory("--profile-dir", options.profile_dir)
     _check_certificate(options)
-    alone = options.api_server_count == 1
-    if not alone:
+    if options.api_server_count > 1:
         _check_several(options)
-    return take_keys(options.api_key, options.api_key_file, options.keys, counts_alone=alone)
+    return take_keys(options.api_key, options.api_key_file, options.keys, memory)
 
 
 def _check_several(options: argparse.Namespace) -> None:

@@ -30,6 +30,9 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     given: list[str]
     """of the command line; the environment and files say the rest, as they do to whoever starts this process"""
     listener_fd: int
+    quotas_fd: int
+    place: int
+    """among those that take requests now: that of one that has died is the next one's"""
     api_key: str | None
     """that the environment had"""
     response_store: str
@@ -86,6 +89,7 @@ async def _serve(options: Any, begin: Begin) -> int:
     from engine.front_ends.client import FrontEndClient
     from engine.resolve import resolve_here
     from entrypoints.options import engine_args
+    from entrypoints.server.counts import SharedMemory
     from entrypoints.server.run import serve_engine
 
     client = FrontEndClient(begin.start)
@@ -95,4 +99,5 @@ async def _serve(options: Any, begin: Begin) -> int:
 
     engine = AsyncEngine(engine_args(options, options.model), client_factory=lambda _: client, resolve=resolve)
     with socket.socket(fileno=begin.listener_fd) as listener:
-        return await serve_engine(engine, listener, options, _Parent(client), client)
+        memory = None if options.keys is None else SharedMemory(begin.quotas_fd, begin.place)
+        return await serve_engine(engine, listener, options, _Parent(client), client, memory)

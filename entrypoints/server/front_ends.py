@@ -36,8 +36,10 @@ from engine.replicas.restarts import Restarts
 from entrypoints.options import engine_args
 from entrypoints.server.api_key import VARIABLE
 from entrypoints.server.before_start import check_options
+from entrypoints.server.counts import SharedMemory
 from entrypoints.server.ending import url_of
 from entrypoints.server.front_end import NAME, Begin
+from entrypoints.server.responses_api.store import ResponseStore
 from entrypoints.server.run import listen, listening, pass_over_hangups
 from entrypoints.server.supervisor import Supervisor
 
@@ -80,7 +82,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=(begin.listener_fd,),
+            pass_fds=(begin.listener_fd, begin.quotas_fd),
             env={name: value for name, value in os.environ.items() if name not in _OF_SUPERVISORS},
         )
         self._sentinel = os.pidfd_open(self._process.pid)
@@ -135,7 +137,7 @@ class _FrontEnds:
 
     async def run(self) -> None:
         """Until all have ended, and none is to follow."""
-        await asyncio.gather(*(self._keep(listener) for listener in self._sockets))
+        await asyncio.gather(*(self._keep(place) for place in range(self.count)))
 
     def send(self, number: int) -> None:
         for process in list(self._processes.values()):
@@ -148,12 +150,12 @@ class _FrontEnds:
             each.close()  # theirs are still open, as long as they want
         self.send(number)
 
-    async def _keep(self, listener: socket.socket) -> None:
+    async def _keep(self, place: int) -> None:
         wait_s: float | None = 0.0
         while wait_s is not None and not self.is_ending:
             self._numbers += 1
             number = self._numbers
-            process = self._processes[number] = _Process(self._begin_of(number, listener))
+            process = self._processes[number] = _Process(self._begin_of(number, place))
             status, cause = await process.ended()
             del self._processes[number]
             self._hub.lost(number)
@@ -169,7 +171,7 @@ class _FrontEnds:
                 logger.error("%s ended, and another one follows: %s", NAME.format(number), cause)
                 await asyncio.sleep(wait_s)
 
-    def _begin_of(self, number: int, listener: socket.socket) -> Begin:
+    def _begin_of(self, number: int, place: int) -> Begin:
         start = FrontEndStart(
             number=number,
             config=self._hub.config,
@@ -177,7 +179,7 @@ class _FrontEnds:
             to_hub=self._directory.to_core,
             from_hub=self._hub.address(number),
         )
-        return replace(self._begin, start=start, listener_fd=listener.fileno())
+        return replace(self._begin, start=start, listener_fd=self._sockets[place].fileno(), place=place)
 
     def _serves(self, number: int) -> None:
         self._processes[number].serves = True
@@ -199,15 +201,20 @@ async def serve_front_ends(options: argparse.Namespace, given: Sequence[str]) ->
     with listeners(options.host, options.port, options.uds, options.api_server_count) as sockets:
         await asyncio.to_thread(leave_unless_first, args)
         _, config = await asyncio.to_thread(resolve_with_plan, args)
-        directory, client = SocketDirectory(), process_client(config)
-        hub = Hub(config, client, directory)
+        directory, client, quotas = SocketDirectory(), process_client(config), SharedMemory.create()
+        hub, limits = Hub(config, client, directory), config.limits
+        store = options.response_store or Path(directory.path) / "responses"
         try:
+            bounds = limits.stored_responses_bytes, limits.stored_responses_s
+            ResponseStore(store, *bounds, shared=True).close()  # what is wrong with it is said once
             begin = Begin(
                 start=FrontEndStart(number=0, config=config, parent_pid=0, to_hub="", from_hub=""),
                 given=list(given),
                 listener_fd=0,
+                quotas_fd=quotas,
+                place=0,
                 api_key=api_key,
-                response_store=str(options.response_store or f"{directory.path}/responses"),
+                response_store=str(store),
                 log_level=logging.getLogger().getEffectiveLevel(),
                 log_mark=child_mark(),
             )
@@ -218,6 +225,7 @@ async def serve_front_ends(options: argparse.Namespace, given: Sequence[str]) ->
             await asyncio.to_thread(client.close)
             hub.close()
             directory.remove()
+            os.close(quotas)
 
 
 class _Server:

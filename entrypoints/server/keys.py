@@ -33,6 +33,7 @@ import msgspec
 
 from engine.errors import ConfigError
 from engine.request import NOBODY, Tenant
+from entrypoints.server.counts import Counts, OwnCounts, SharedMemory
 from entrypoints.server.quotas import Quotas, RateLimitedError
 
 Scope = Literal["infer", "metrics", "admin"]
@@ -57,10 +58,6 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     shares_cache: bool = False
     priority_from: int = 0
 
-    @property
-    def limited(self) -> bool:
-        return any(each is not None for each in (self.requests_per_minute, self.tokens_per_minute, self.concurrency))
-
 
 class _KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=_MOST_KEYS)]
@@ -69,7 +66,7 @@ class _KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Client:
     """Who holds a key."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], counts: Counts) -> None:
         self.name = ""
         """none: of the one key for all"""
         self.scopes = frozenset(SCOPES)
@@ -77,7 +74,7 @@ class Client:
         self._salt: bytes | None = None
         self.priority_from = -(2**63)
         self.sha256 = ""
-        self.quotas = Quotas(clock)
+        self.quotas = Quotas(clock, counts)
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.refused = Counter[str]()
         """by quota; all since the start"""
@@ -104,7 +101,7 @@ class Client:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """A request goes on behind its answer."""
-        self.quotas.running += 1
+        self.quotas.hold()
         try:
             yield
         finally:
@@ -142,19 +139,19 @@ def client_name() -> str:
 
 
 class Keyring:
-    def __init__(self, *, key: str | None = None, file: Path | None = None, counts_alone: bool = True) -> None:
-        """One of both. Not `counts_alone`: other processes answer the same clients, so that there are no quotas.
-        Raises `ConfigError`."""
-        self._file, self._counts_alone = file, counts_alone
+    def __init__(self, *, key: str | None = None, file: Path | None = None, memory: SharedMemory | None = None) -> None:
+        """One of both. `memory`: where what clients use is counted, if other processes answer them, too. Raises
+        `ConfigError`."""
+        self._file, self._memory = file, memory
         self._by_digest: dict[bytes, Client] = {}
         self._by_name: dict[str, Client] = {}
         self._seen: object = None
         self._looked_at = 0.0
         if key is not None:
-            self._by_digest[hashlib.sha256(key.encode()).digest()] = Client(time.monotonic)
+            self._by_digest[hashlib.sha256(key.encode()).digest()] = Client(time.monotonic, OwnCounts())
         if file is not None:
             self._seen = _state_of(file)
-            self._take(self._read(file))
+            self._take(read_keys(file))
 
     @property
     def clients(self) -> list[Client]:
@@ -179,20 +176,10 @@ class Keyring:
             return
         self._seen = state
         try:
-            self._take(self._read(self._file))
+            self._take(read_keys(self._file))
             logger.info("%d keys were read from %s", len(self._by_digest), self._file)
         except ConfigError as error:
             logger.error("%s; the keys before it stay", error)
-
-    def _read(self, file: Path) -> list[Key]:
-        keys = read_keys(file)
-        limited = [key.name for key in keys if key.limited]
-        if limited and not self._counts_alone:
-            raise ConfigError(
-                f"--keys: {file}: the key {limited[0]} has quotas, which are counted where one process alone takes "
-                "requests, without --api-server-count"
-            )
-        return keys
 
     def _take(self, keys: list[Key]) -> None:
         self._by_digest, named = {}, {key.name for key in keys}
@@ -200,11 +187,14 @@ class Keyring:
             if name not in named:
                 client.scopes = frozenset()
         for key in keys:
-            client = self._by_name.get(key.name) or Client(time.monotonic)
+            client = self._by_name.get(key.name) or self._new(key.name)
             if client.sha256 not in ("", key.sha256.lower()):
                 client = client.revoke()
             client.set(key)
             self._by_name[key.name] = self._by_digest[bytes.fromhex(key.sha256)] = client
+
+    def _new(self, name: str) -> Client:
+        return Client(time.monotonic, OwnCounts() if self._memory is None else self._memory.of(name))
 
 
 def read_keys(file: Path) -> list[Key]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from entrypoints.server.counts import Cells, Counts
+
 Quota = Literal["requests", "tokens", "concurrency"]
 
 
@@ -21,28 +23,41 @@ class Bucket:
     """`per_minute` at most, and as many more each minute, evenly. It may be overdrawn by what is known only when it has
     been used."""
 
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute = per_minute
-        self._left, self._at = float(per_minute), now
+    CELLS = 3
 
-    def change(self, per_minute: int, now: float) -> None:
+    def __init__(self, cells: Cells, first: int) -> None:
+        """What it holds is in three of the cells: per minute (0: as yet nothing was set), what is left, as of when."""
+        self._cells, self._first = cells, first
+
+    @property
+    def per_minute(self) -> int:
+        return int(self._cells[self._first])
+
+    def set(self, per_minute: int, now: float) -> None:
         """What has been used stays used."""
-        used = self.per_minute - self.left(now)
-        self.per_minute = per_minute
-        self._left = per_minute - used
+        before = self.per_minute
+        if per_minute != before:
+            used = before - self.left(now) if before else 0.0
+            self._cells[self._first] = per_minute
+            self._put(per_minute - used, now)
 
     def left(self, now: float) -> float:
-        if now > self._at:
-            self._left = min(self._left + (now - self._at) * self.per_minute / 60, self.per_minute)
-            self._at = now
-        return self._left
+        left, at = self._cells[self._first + 1], self._cells[self._first + 2]
+        if now > at:
+            left = min(left + (now - at) * self.per_minute / 60, self.per_minute)
+            self._put(left, now)
+        return left
 
     def take(self, count: float, now: float) -> None:
-        self._left = self.left(now) - count
+        left = self.left(now)
+        self._cells[self._first + 1] = left - count
 
     def wait_s(self, count: float, now: float) -> float:
         """Until so many are left."""
         return max(count - self.left(now), 0.0) * 60 / self.per_minute
+
+    def _put(self, left: float, now: float) -> None:
+        self._cells[self._first + 1], self._cells[self._first + 2] = left, now
 
 
 class Shown(NamedTuple):
@@ -57,24 +72,40 @@ class Shown(NamedTuple):
 class Quotas:
     """Of one client. `None`: as much as it wants."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], counts: Counts) -> None:
+        """`clock`: one for all who share the counts."""
+        self._clock, self._counts = clock, counts
+        self._requests_bucket, self._tokens_bucket = Bucket(counts.shared, 0), Bucket(counts.shared, Bucket.CELLS)
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self._most_running: int | None = None
-        self.running = 0
+
+    @property
+    def running(self) -> int:
+        """Requests, of this process."""
+        return int(self._counts.own)
 
     def set(self, requests: int | None, tokens: int | None, running: int | None) -> None:
-        now = self._clock()
-        self._requests = _bucket(self._requests, requests, now)
-        self._tokens = _bucket(self._tokens, tokens, now)
-        self._most_running = running
+        now, self._most_running = self._clock(), running
+        self._requests = None if requests is None else self._requests_bucket
+        self._tokens = None if tokens is None else self._tokens_bucket
+        with self._counts.alone():
+            for bucket, per_minute in ((self._requests, requests), (self._tokens, tokens)):
+                if bucket is not None and per_minute is not None:
+                    bucket.set(per_minute, now)
 
     def begin(self) -> None:
         """One request more, whose `end` will be told. Raises `RateLimitedError`; takes nothing then."""
+        if self._most_running is None and self._requests is None and self._tokens is None:
+            self.hold()
+            return
+        with self._counts.alone():
+            self._begin()
+
+    def _begin(self) -> None:
         now, most = self._clock(), self._most_running
-        if most is not None and self.running >= most:
-            raise RateLimitedError(f"{self.running} requests of this key are running, of {most}", "concurrency", 1.0)
+        if most is not None and (running := int(self._counts.of_all)) >= most:
+            raise RateLimitedError(f"{running} requests of this key are running, of {most}", "concurrency", 1.0)
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
             message = f"this key may send {self._requests.per_minute} requests a minute"
             raise RateLimitedError(message, "requests", wait_s)
@@ -82,27 +113,28 @@ class Quotas:
             raise RateLimitedError(f"this key may use {self._tokens.per_minute} tokens a minute", "tokens", wait_s)
         if self._requests is not None:
             self._requests.take(1, now)
-        self.running += 1
+        self.hold()
+
+    def hold(self) -> None:
+        """A request goes on behind its answer: it was asked for before."""
+        self._counts.own += 1
 
     def end(self) -> None:
-        self.running -= 1
+        self._counts.own -= 1
 
     def use(self, tokens: int) -> None:
         if self._tokens is not None:
-            self._tokens.take(tokens, self._clock())
+            with self._counts.alone():
+                self._tokens.take(tokens, self._clock())
 
     def shown(self) -> dict[Quota, Shown]:
-        now = self._clock()
         buckets: dict[Quota, Bucket | None] = {"requests": self._requests, "tokens": self._tokens}
-        return {
-            name: Shown(each.per_minute, max(math.floor(each.left(now)), 0), each.wait_s(each.per_minute, now))
-            for name, each in buckets.items()
-            if each is not None
-        }
-
-
-def _bucket(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:
-    if per_minute is None or bucket is None:
-        return None if per_minute is None else Bucket(per_minute, now)
-    bucket.change(per_minute, now)
-    return bucket
+        if not any(buckets.values()):
+            return {}
+        with self._counts.alone():
+            now = self._clock()
+            return {
+                name: Shown(each.per_minute, max(math.floor(each.left(now)), 0), each.wait_s(each.per_minute, now))
+                for name, each in buckets.items()
+                if each is not None
+            }

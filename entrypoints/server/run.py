@@ -36,6 +36,7 @@ from entrypoints.server.before_start import check_options
 from entrypoints.server.certificate import Certificate
 from entrypoints.server.connections import Connections, make_room, protocol_of
 from entrypoints.server.context import ServerSettings
+from entrypoints.server.counts import SharedMemory
 from entrypoints.server.ending import LAST_ERRORS_S, EndingServer, signals_are_uvicorns, url_of
 from entrypoints.server.keys import Keyring
 from entrypoints.server.prefixes import pin_file
@@ -231,15 +232,16 @@ async def serve_engine(
     options: argparse.Namespace,
     supervisor: Supervisor | None = None,
     siblings: FrontEndClient | None = None,
+    memory: SharedMemory | None = None,
 ) -> int:
     """Start the engine, serve on `listener` until a signal or the core's death, shut the engine down. Returns the exit
     status. Of `options` it reads api_key, api_key_file, keys, allowed_origins, root_path, ssl_certfile, ssl_keyfile,
     shutdown_timeout, drain_delay, pinned_prefixes, log_level and the fields of `ServerSettings`. `supervisor`: another
-    than the environment says; `siblings`: as `create_app`'s."""
+    than the environment says; `siblings`: as `create_app`'s; `memory`: as `Keyring`'s."""
     signals: list[int] = []
     supervisor = supervisor or Supervisor(os.environ, os.getpid())
     try:
-        keyring = check_options(options)
+        keyring = check_options(options, memory)
         pass_over_hangups(options, supervisor)
         with signals_abandon(engine, signals):
             await engine.start()

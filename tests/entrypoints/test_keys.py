@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from scripted_server import Server
 from test_http_errors import CHAT, error_of
 
+from entrypoints.server.counts import OwnCounts
 from entrypoints.server.keys import Keyring
 from entrypoints.server.load import COUNTED
 from entrypoints.server.page.routes import page_files
@@ -228,7 +229,7 @@ def test_no_more_is_admitted_than_allowed_and_who_waits_as_told_is_let_in(
     requests: int, tokens: int, running: int, moves: list[tuple[str, int]]
 ) -> None:
     now, admitted, used, under_way = 100.0, 0, 0, 0
-    quotas = Quotas(lambda: now)
+    quotas = Quotas(lambda: now, OwnCounts())
     quotas.set(requests, tokens, running)
     for move, amount in moves:
         if move == "wait":

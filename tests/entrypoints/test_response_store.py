@@ -50,6 +50,24 @@ def test_the_store_lets_go_of_what_is_old() -> None:
     assert store.shown("a") is None
 
 
+def test_processes_of_one_server_share_a_file_and_its_bounds(tmp_path: Path) -> None:
+    one, other = (ResponseStore(tmp_path / "responses", 12_000, 1000, shared=True) for _ in range(2))
+    one.put(stored("a", None, 3000))
+    other.put(stored("b", "a", 3000))
+    assert [items[0]["id"] for items in before(one, "b")] == ["i-a", "i-b"]
+    other.put(stored("c", None, 3000))
+    other.put(stored("d", None, 3000))
+    kept = [[name for name in "abcd" if each.shown(name) is not None] for each in (one, other)]
+    assert kept[0] == kept[1] and len(kept[0]) == 3 and "d" in kept[0], "the bound is of all together"
+    assert one.delete("d") and other.shown("d") is None and not other.delete("d")
+    other.put(stored("e", None, 20_000))
+    assert not any(each.shown(name) for each in (one, other) for name in "abcde")
+    one.put(stored("f", None, 3000))
+    assert other.shown("f") is not None
+    for each in (one, other):
+        each.close()
+
+
 def test_a_store_in_a_file_outlives_its_server(tmp_path: Path) -> None:
     file = tmp_path / "responses.db"
     store = ResponseStore(file, 10**6, 1000)

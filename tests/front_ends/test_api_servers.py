@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -212,6 +213,43 @@ def test_what_one_process_stores_another_one_finds_and_all_read_the_keys_again(m
             assert refused.status_code == 400 and "--api-server-count" in refused.json()["error"]["message"]
 
 
+def test_a_key_has_its_quotas_once_and_not_once_for_each_process(model: Path, tmp_path: Path) -> None:
+    """Also those of requests that a process had which was killed."""
+    digest = hashlib.sha256(b"one").hexdigest()
+    (tmp_path / "keys.toml").write_text(
+        f'[[keys]]\nname = "one"\nsha256 = "{digest}"\nconcurrency = 6\nrequests_per_minute = 40\n'
+    )
+    headers = {"x-api-key": "one"}
+
+    async def status(max_tokens: int) -> int:
+        """0: there was no answer."""
+        body = {"prompt": [5, 6], "max_tokens": max_tokens, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=120, headers=headers) as client:
+            with suppress(httpx.TransportError):
+                return (await client.post(f"{server.base}/v1/completions", json=body)).status_code
+        return 0
+
+    async def statuses(count: int) -> Counter[int]:
+        return Counter(await asyncio.gather(*(status(2) for _ in range(count))))
+
+    async def killed() -> Counter[int]:
+        """All of them, when only those are left that are answered."""
+        asked = [asyncio.create_task(status(480)) for _ in range(20)]
+        while sum(each.done() for each in asked) < 14:
+            await asyncio.sleep(0.01)
+        for each in server.front_ends:
+            each.kill()
+        return Counter(await asyncio.gather(*asked))
+
+    with served(model, "--keys", str(tmp_path / "keys.toml")) as server:
+        assert asyncio.run(killed()) == {429: 14, 0: 6}
+        until(lambda: len(server.front_ends) == 2 and answers(server))
+        assert asyncio.run(statuses(5)) == {200: 5}
+        while (found := asyncio.run(statuses(6)))[429] == 0:
+            assert found == {200: 6}
+        assert sum(found.values()) == 6
+
+
 def test_whoever_administers_need_not_know_which_process_answers(model: Path, tmp_path: Path) -> None:
     """It sleeps and wakes up, has other weights and fewer replicas for all of them."""
     other = tmp_path / "other"
@@ -261,7 +299,6 @@ def test_whoever_administers_need_not_know_which_process_answers(model: Path, tm
     [
         (["--profile-dir", "profiles"], "--profile-dir is for one process"),
         (["--pinned-prefixes", "prefixes.jsonl"], "--pinned-prefixes is for one process"),
-        (["--keys", "keys.toml"], "the key app has quotas, which are counted where one process alone takes requests"),
     ],
 )
 def test_what_needs_one_process_is_refused_before_anything_is_loaded(
@@ -269,7 +306,6 @@ def test_what_needs_one_process_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prefixes.jsonl").write_text("")
-    Path("keys.toml").write_text(f'[[keys]]\nname = "app"\nsha256 = "{"5" * 64}"\nconcurrency = 2\n')
     assert main(["none", "--port", "0", "--api-server-count", "2", *options]) == 1
     assert said in capsys.readouterr().err
 

@@ -17,16 +17,16 @@ from entrypoints.server.keys import client_name
 from entrypoints.server.responses_api.fields import ResponseObject
 
 _LAYOUT = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL, shown BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
-CREATE TABLE IF NOT EXISTS items (
-    response TEXT NOT NULL, place INTEGER NOT NULL, given INTEGER NOT NULL, id TEXT, size INTEGER NOT NULL,
-    marks INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS items_response ON items (response, place);
-CREATE INDEX IF NOT EXISTS items_id ON items (id);
-"""
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, previous TEXT, used REAL NOT NULL, "
+    "size INTEGER NOT NULL, shown BLOB NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS responses_used ON responses (used)",
+    "CREATE TABLE IF NOT EXISTS items (response TEXT NOT NULL, place INTEGER NOT NULL, given INTEGER NOT NULL, "
+    "id TEXT, size INTEGER NOT NULL, marks INTEGER NOT NULL, body BLOB NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS items_response ON items (response, place)",
+    "CREATE INDEX IF NOT EXISTS items_id ON items (id)",
+    f"PRAGMA user_version={_LAYOUT}",
+)
 """The `size` of a response is that of `shown` and of all its items. `given`: to the model, not by it. `marks`: of an
 item's values."""
 _PATIENCE_S = 0.2
@@ -78,12 +78,16 @@ class ResponseStore:
             raise ConfigError(f"the response store {file} cannot be opened: {error}") from error
 
     def _lay_out(self, file: Path | None) -> None:
-        (layout,) = self._database.execute("PRAGMA user_version").fetchone()
-        (tables,) = self._database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-        if tables and layout != _LAYOUT:
+        with self._database:
+            self._database.execute("BEGIN IMMEDIATE")
+            (layout,) = self._database.execute("PRAGMA user_version").fetchone()
+            (tables,) = self._database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            fits = not tables or layout == _LAYOUT
+            for statement in _SCHEMA if fits else ():
+                self._database.execute(statement)
+        if not fits:
             self._database.close()
             raise ConfigError(f"the response store {file} is another version's: name another file, or remove it")
-        self._database.executescript(f"{_SCHEMA} PRAGMA user_version={_LAYOUT};")
 
     def keep(self, stored: Stored) -> None:
         """Unless it is not to be stored."""
