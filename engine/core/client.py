@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -21,6 +21,7 @@ from engine.child import is_stopped
 from engine.config import EngineConfig
 from engine.core.in_process_client import InProcessClient
 from engine.core.liveness import Liveness
+from engine.core.outbox import Outbox
 from engine.core.start import DEFAULT_EXECUTOR
 from engine.core.supervision import CoreHandle, SocketDirectory
 from engine.core.waiting import wait, wait_async
@@ -105,9 +106,6 @@ class ProcessClient:
         self._group_fd = group_fd
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
-        self._send_lock = threading.Lock()
-        self._unsent: deque[bytes] = deque()
-        """what found the queue to the core full, and must not be lost"""
         self._died: str | None = None
         self._compiling = False
         self._kept: deque[StepOutputs] = deque()
@@ -147,6 +145,7 @@ class ProcessClient:
             self._handle.kill()
         self._finalizer = weakref.finalize(self, _free, self._handle, self._context, self._directory)
         self._liveness = Liveness(self._hang_timeout_s, time.monotonic())
+        self._outbox = self._outbox_of(self._sender)
         try:
             return self._await_ready()
         except BaseException:
@@ -164,29 +163,12 @@ class ProcessClient:
         return self._directory.path
 
     def send(self, message: ToCore) -> None:
-        frame = self._encoder.encode(message)
-        with self._send_lock:
-            self._check_open()
-            full = not self._send_kept() or not self._try_to_send(frame)
-            if full and isinstance(message, AddRequest):
-                raise errors.QueueFullError(self._config.limits.message("frames"))
-            if full and frame not in self._unsent:  # it ends something that was sent, so it must arrive
-                self._unsent.append(frame)
+        self._check_open()
+        self._outbox.send(self._encoder.encode(message), refusable=isinstance(message, AddRequest))
 
-    def _try_to_send(self, frame: bytes) -> bool:
-        """Connected, so that only a full queue can refuse."""
-        self._liveness.sent(time.monotonic())  # before: the core may answer at once, and another thread may hear it
-        try:
-            self._sender.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            self._liveness.not_sent()
-            return False
-        return True
-
-    def _send_kept(self) -> bool:
-        while self._unsent and self._try_to_send(self._unsent[0]):
-            self._unsent.popleft()
-        return not self._unsent
+    def _outbox_of(self, sender: zmq.Socket[bytes]) -> Outbox:
+        liveness, full = self._liveness, self._config.limits.message("frames")
+        return Outbox(sender, full, lambda: liveness.sent(time.monotonic()), liveness.not_sent)
 
     def recv(self) -> StepOutputs:
         while (outputs := self.poll()) is None:
@@ -253,15 +235,20 @@ class ProcessClient:
         if self._closed or not self._started:
             return
         self._closed = True
-        if self._ready and self._died is None and not self._handle.wait_end(0):
-            told = self._try_to_send(self._encoder.encode(Shutdown()))
-            if not told or not self._handle.wait_end(STOP_GRACE_S):
-                logger.warning("the core did not stop within %g s and was killed", STOP_GRACE_S)
+        runs = self._ready and self._died is None and not self._handle.wait_end(0)
+        if runs and not (self._tell_end() and self._handle.wait_end(STOP_GRACE_S)):
+            logger.warning("the core did not stop within %g s and was killed", STOP_GRACE_S)
         if hasattr(self, "_finalizer"):
             self._finalizer()
         else:  # the start failed before there was a process
             self._context.destroy(linger=0)
             self._directory.remove()
+
+    def _tell_end(self) -> bool:
+        with suppress(errors.QueueFullError):
+            self._outbox.send(self._encoder.encode(Shutdown()), refusable=True)
+            return True
+        return False
 
     def _await_ready(self) -> CoreReady:
         while True:
@@ -289,9 +276,7 @@ class ProcessClient:
 
     def _take(self, timeout_ms: int = 0) -> StepOutputs | CoreReady | None:
         """The next message that is not a heartbeat."""
-        if self._unsent:
-            with self._send_lock:
-                self._send_kept()
+        self._outbox.flush()
         while True:
             try:
                 frame = self._receiver.recv(zmq.NOBLOCK)

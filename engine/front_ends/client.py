@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import select
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,10 +15,11 @@ import zmq
 
 from engine import errors
 from engine.config import EngineConfig
+from engine.core.outbox import Outbox
 from engine.core.sleeper import Sleeper
 from engine.core.waiting import wait, wait_async
 from engine.core.wire import AddRequest, CoreReady, CoreStats, StepOutputs, ToCore
-from engine.errors import CoreDiedError, EngineError, QueueFullError
+from engine.errors import CoreDiedError, EngineError
 from engine.front_ends.wire import (
     Answer,
     Answers,
@@ -44,8 +44,8 @@ _GONE = "the process that has the cores has ended"
 class FrontEndClient(Sleeper):
     """See `engine.core.client.CoreClient`."""
 
-    wait_s = 60.0
-    """for `engine.core.waiting`"""
+    wait_s = 1.0
+    """for `engine.core.waiting`: what found no room is tried again then"""
 
     def __init__(self, start: FrontEndStart) -> None:
         self.number = start.number
@@ -55,7 +55,6 @@ class FrontEndClient(Sleeper):
         self._start = start
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromHub] = msgspec.msgpack.Decoder(FromHub)
-        self._send_lock = threading.Lock()
         self._state = CoresState()
         self._kept: deque[StepOutputs] = deque()
         self._compiling = False
@@ -73,14 +72,14 @@ class FrontEndClient(Sleeper):
         self._end_of_hub = select.poll()
         self._end_of_hub.register(self.sentinel, select.POLLIN)
         self._context = zmq.Context()
-        self.receiver = self._context.socket(zmq.PULL)
-        self._sender = self._context.socket(zmq.PUSH)
-        for socket in (self.receiver, self._sender):
+        self.receiver, sender = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        for socket in (self.receiver, sender):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, self.config.limits.frames)
             socket.setsockopt(zmq.RCVHWM, self.config.limits.frames)
         self.receiver.bind(self._start.from_hub)
-        self._sender.connect(self._start.to_hub)  # this side connects, so that there is a queue at once
+        sender.connect(self._start.to_hub)  # this side connects, so that there is a queue at once
+        self._outbox = Outbox(sender, self.config.limits.message("frames"))
         self._post(Joined())
         while not isinstance(message := self._next(), CoreReady):
             if message is None:
@@ -184,13 +183,7 @@ class FrontEndClient(Sleeper):
 
     def _post(self, message: ToHub) -> None:
         frame = self._encoder.encode(FromFrontEnd(self.number, message))
-        with self._send_lock:
-            try:
-                self._sender.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                if isinstance(message, AddRequest):
-                    raise QueueFullError(self.config.limits.message("frames")) from None
-                self._sender.send(frame)  # it ends something that was sent, so it must arrive
+        self._outbox.send(frame, refusable=isinstance(message, AddRequest))
 
     def _poll(self) -> StepOutputs | None:
         message = self._kept.popleft() if self._kept else self._next()
@@ -202,6 +195,7 @@ class FrontEndClient(Sleeper):
     def _next(self) -> StepOutputs | CoreReady | None:
         """What has come for whoever receives; None: nothing now."""
         self._check_open()
+        self._outbox.flush()
         while True:
             try:
                 message = self._decoder.decode(self.receiver.recv(zmq.NOBLOCK))

@@ -75,6 +75,8 @@ class _Asked(msgspec.Struct, eq=False):
 class Hub:
     """Belongs to the event loop that runs it. Front ends have numbers that are not used again."""
 
+    look_s = LOOK_S
+
     def __init__(self, config: EngineConfig, client: CoreClient, directory: SocketDirectory) -> None:
         """`client` and `directory` stay the caller's; `address` of each front end is in it."""
         self.config = config
@@ -82,10 +84,8 @@ class Hub:
         self._client, self._directory = client, directory
         self._ready: CoreReady | None = None
         self._orders: set[asyncio.Task[None]] = set()
-        self._context = zmq.Context[zmq.Socket[bytes]]()
         self._most_frames = config.limits.frames
-        self._receiver = self._socket(zmq.PULL)
-        self._receiver.bind(directory.to_core)
+        self._receiver = self._listen()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromFrontEnd)
         self._front_ends: dict[int, _FrontEnd] = {}
@@ -108,11 +108,10 @@ class Hub:
     async def run(self, ready: CoreReady) -> CoreDiedError:
         """The client has started; until no core serves any more, which every front end is told; returns why. May be
         cancelled."""
-        loop = asyncio.get_running_loop()
         self._ready = ready
         self._stats = CoreStats(compiling=ready.compiling, kv_blocks_total=ready.num_blocks)
-        loop.add_reader(self._receiver.fileno(), self._take_in)
         looking = asyncio.create_task(self._look())
+        self._watch(True)
         self._take_in()
         try:
             while True:
@@ -122,7 +121,7 @@ class Hub:
             return error
         finally:
             looking.cancel()
-            loop.remove_reader(self._receiver.fileno())
+            self._watch(False)
 
     def lost(self, number: int) -> None:
         """A front end has gone: nobody waits for what it had."""
@@ -136,6 +135,27 @@ class Hub:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+    # -- sockets -----------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> zmq.Socket[bytes]:
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        receiver = self._socket(zmq.PULL)
+        receiver.bind(self._directory.to_core)
+        return receiver
+
+    def _connect(self, number: int) -> zmq.Socket[bytes]:
+        sender = self._socket(zmq.PUSH)
+        sender.connect(self.address(number))  # this side connects, so that there is a queue at once
+        return sender
+
+    def _watch(self, watches: bool) -> None:
+        """Whether `_take_in` is called when something has come."""
+        loop = asyncio.get_running_loop()
+        if watches:
+            loop.add_reader(self._receiver.fileno(), self._take_in)
+        else:
+            loop.remove_reader(self._receiver.fileno())
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -193,9 +213,7 @@ class Hub:
                     self._send(message)
 
     def _join(self, number: int) -> None:
-        sender = self._socket(zmq.PUSH)
-        sender.connect(self.address(number))  # this side connects, so that there is a queue at once
-        self._front_ends[number] = _FrontEnd(sender)
+        self._front_ends[number] = _FrontEnd(self._connect(number))
         assert self._ready is not None, "nothing is taken in before"
         self._tell(number, Changed(self.config, self._ready))
         self._tell(number, self._ready)
@@ -329,7 +347,7 @@ class Hub:
 
     async def _look(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self.look_s)
             for number, front_end in list(self._front_ends.items()):
                 if front_end.lacks_stats:
                     front_end.lacks_stats = False

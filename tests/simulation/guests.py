@@ -24,6 +24,7 @@ from engine.errors import (
 )
 from engine.frontend.admission import AdmittedRequest, parse_prompt
 from engine.request import RequestOutput, SamplingParams, Tenant
+from engine.serving import Serving
 
 EOS = 1
 Leaves = Literal["stays", "closes", "aborts"]
@@ -131,6 +132,8 @@ class Guest:
         self.asked_at, self.ended_at = math.inf, math.inf
         self.aborted = False
         self._stop: set[int] = set()
+        self.serving: Serving
+        """that it asked last"""
 
     @property
     def num_sequences(self) -> int:
@@ -187,9 +190,9 @@ class Guest:
 
     async def _ask(self) -> None:
         wish, world = self.wish, self._world
-        self.asked_at = world.loop.time()
+        self.asked_at, self.serving = world.loop.time(), world.serving_of(self)
         prompt = [10**6] if wish.is_invalid else wish.prompt
-        admitted = await world.serving.admit_async(
+        admitted = await self.serving.admit_async(
             parse_prompt(prompt), wish.params, wish.name, wish.priority, wish.salt, tenant=wish.tenant
         )
         message = replace(admitted.message, grammar=wish.grammar, lora_request=adapter(wish.adapter))
@@ -208,12 +211,12 @@ class Guest:
     def _abort(self) -> None:
         self._world.log(self.wish.name, "aborts")
         self.aborted = True
-        self._world.serving.abort(self.wish.name)
+        self.serving.abort(self.wish.name)
 
     async def _follow(self, admitted: AdmittedRequest) -> None:
         wish, world = self.wish, self._world
         expected = self._expected(admitted.message)
-        with world.serving.stream(
+        with self.serving.stream(
             admitted, self.asked_at, delta=wish.delta, final_only=wish.final_only, timeout_s=wish.timeout_s
         ) as stream:
             finished = False
@@ -267,7 +270,7 @@ class Guest:
             assert self.parts.get(index, []) == wanted
             counts = len(wanted) > (self.message.params.min_tokens if self.message and not self.message.beams else 0)
             stopped = reason == "stop" and counts and wanted[-1] in self._stop
-            text = self._world.serving.tokenizer.backend.decode(wanted[: len(wanted) - bool(stopped)])
+            text = self.serving.tokenizer.backend.decode(wanted[: len(wanted) - bool(stopped)])
             assert self._texts.get(index, "") == text, f"{wanted} was shown as {self._texts.get(index)!r}"
         if self.wish.params.prompt_logprobs is not None and not self.wish.delta:
             given = output.prompt_logprobs

@@ -88,6 +88,20 @@ PLANTED = [
         "sequence.tokens.extend(delta.token_ids[:1])",
     ),
     Bug("engine.replicas.fleet", "self._deliveries.move(name, place.replica)", "pass"),
+    Bug("engine.front_ends.hub", "                    del self._owners[delta.request_id]", "                    pass"),
+    Bug("engine.front_ends.hub", "        self._abort(number, names)", "        pass"),
+    Bug("engine.front_ends.hub", "parts[number].token_ids.append(token)", "parts[number].token_ids.append(token + 1)"),
+    Bug(
+        "engine.front_ends.hub",
+        "for name, owner in self._owners.items() if owner == number",
+        "for name in self._owners",
+    ),
+    Bug(
+        "engine.front_ends.client",
+        "            self._give_up(error := CoreDiedError(self._state.died))\n",
+        "            error = CoreDiedError('')\n            return\n",
+    ),
+    Bug("engine.frontend.admission", "itertools.count(front_end << 48)", "itertools.count()"),
     Bug("engine.frontend.output_processor", "            del self._owners[sample.core_id]\n", "            pass\n"),
 ]
 

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any, cast
 
@@ -16,8 +17,12 @@ from simulated_core import ORDERLY, SimulatedCore
 from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.liveness import Liveness
+from engine.core.outbox import Outbox
 from engine.core.wire import CoreReady, ToCore
 from engine.errors import CoreDiedError
+from engine.front_ends.client import FrontEndClient
+from engine.front_ends.hub import Hub
+from engine.front_ends.wire import FrontEndStart, Joined, ToHub
 from engine.replicas.client import ReplicatedClient
 from engine.replicas.fleet import Replica
 
@@ -130,9 +135,10 @@ class SimulatedProcessClient(ProcessClient):
         to_core = Pipe(world.rng, world.delay_s, core.receive)
         handle = _Handle(core, world.pid_of(core))
         sender = _Sender(core, to_core, most)
-        self._directory, self._receiver, self._sender, self._handle = directory, receiver, sender, handle  # type: ignore[assignment]
+        self._directory, self._receiver, self._handle = directory, receiver, handle  # type: ignore[assignment]
         self._finalizer = handle.destroy  # type: ignore[assignment]
         self._liveness = Liveness(self._hang_timeout_s, asyncio.get_running_loop().time())
+        self._outbox = self._outbox_of(sender)  # type: ignore[arg-type]
         if world.fails_to_start():
             self._died = "it did not start"
             core.die(self._died)
@@ -210,3 +216,94 @@ class SimulatedReplicatedClient(ReplicatedClient):
                 self.changed()
 
         self._world.loop.call_later(wait_s + self._world.start_s(), follow)
+
+
+class _Bounded:
+    """Of a PUSH socket: a pipe that takes so many frames at a time."""
+
+    def __init__(self, pipe: Pipe, most: int | None) -> None:
+        self._pipe, self._most = pipe, most
+
+    def send(self, frame: bytes, flags: int) -> None:
+        if self._most is not None and len(self._pipe) >= self._most:
+            raise zmq.Again
+        self._pipe.send(frame)
+
+    def close(self) -> None:
+        self._pipe.cut(0)
+
+
+class _Nobody:
+    """Of a process that does not end, and of a context without sockets."""
+
+    def poll(self, timeout_ms: int) -> list[object]:
+        return []
+
+    def destroy(self, linger: int) -> None:
+        """There is nothing."""
+
+
+class SimulatedFrontEndClient(FrontEndClient):
+    """A front end's process: what it sends to the hub takes its time, and what the hub sends to it."""
+
+    wait_s = 20.0
+
+    def __init__(self, world: Any, start: FrontEndStart, hub: SimulatedHub, ready: CoreReady) -> None:
+        super().__init__(start)
+        self._news = asyncio.Event()
+        self.receiver, self.sentinel = _Receiver(self._news.set), -1  # type: ignore[assignment]
+        self._context, self._end_of_hub = _Nobody(), _Nobody()  # type: ignore[assignment]
+        self.to_hub = Pipe(world.rng, world.delay_s, hub.receive)
+        self._outbox = Outbox(_Bounded(self.to_hub, self.config.limits.frames), self.config.limits.message("frames"))  # type: ignore[arg-type]
+        self._ready = ready
+        self.is_killed = False
+
+    def start(self) -> CoreReady:
+        """Before it hears it."""
+        self._post(Joined())
+        self.serves()
+        return self._ready
+
+    def _post(self, message: ToHub) -> None:
+        if not self.is_killed:
+            super()._post(message)
+
+    async def recv_async(self) -> Any:
+        while (outputs := self._poll()) is None:
+            if self.receiver.frames:  # type: ignore[attr-defined]  # what came was not for whoever receives
+                continue
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self.wait_s)
+        return outputs
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class SimulatedHub(Hub):
+    look_s = 20.0
+
+    def __init__(self, world: Any, config: EngineConfig, client: SimulatedReplicatedClient) -> None:
+        self._world = world
+        self.pipes: dict[int, Pipe] = {}
+        """to front ends"""
+        self.receivers: dict[int, Callable[[bytes], None]] = {}
+        super().__init__(config, client, _Directory())  # type: ignore[arg-type]
+
+    def receive(self, frame: bytes) -> None:
+        self._receiver.put(frame)  # type: ignore[attr-defined]
+        self._take_in()
+
+    def _listen(self) -> Any:
+        return _Receiver(lambda: None)
+
+    def _connect(self, number: int) -> Any:
+        self.pipes[number] = Pipe(self._world.rng, self._world.delay_s, self.receivers[number])
+        return _Bounded(self.pipes[number], None)
+
+    def _watch(self, watches: bool) -> None:
+        """It is told."""
+
+    def close(self) -> None:
+        """There is nothing."""

@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core.inbox import AdapterLoaded, GrammarCompiled, Message
 from engine.core.kv_reports import KVEventReports
 from engine.core.loop import CoreLoop
+from engine.core.process import failure
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, FromCore, Heartbeat, Phase, ToCore
 from engine.executor.interface import CompileState
 from engine.kv_cache.kv_cache import KVCache
@@ -55,6 +56,10 @@ class Shape(msgspec.Struct, frozen=True):
     adapter_turns: int
     step_s: float
     """the mean; steps take from half to twice of it"""
+
+
+class RankDiedError(Exception):
+    """As an executor of several ranks raises it."""
 
 
 class AsleepError(Exception):
@@ -107,8 +112,12 @@ class Device:
         self._sampled: deque[list[Tenant]] = deque()
         """of each step under way: whose rows sample"""
         self._started: set[str] = set()
+        self.has_lost = False
+        """a rank"""
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
+        if self.has_lost:
+            raise RankDiedError("a rank has died")
         self.replaying.some_failed = bool(self._core.scheduler._held.failures._noted)
         for new in plan.added:
             for token, marked in ((KILLER, self._killers), (FAULTY, self._faulty)):
@@ -153,6 +162,8 @@ class Device:
             core.call_at(self._free_at, core.crash if step_id in self._deadly else self._dones.popleft())
 
     def collect(self) -> StepResult:
+        if self.has_lost:
+            raise RankDiedError("a rank has died")
         self._core.steps_under_way -= 1
         self._adapters.end()
         result = self.replaying.collect()
@@ -272,6 +283,11 @@ class SimulatedCore:
     def crash(self) -> None:
         self.die("killed by signal 9 (SIGKILL)")
 
+    def lose_rank(self) -> None:
+        """One of those that compute with it: it learns that when it waits for them next, tells it, and ends."""
+        self.device.has_lost = True
+        self.wake()
+
     def stop_for(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT that much later."""
         self.stopped_until = max(self.stopped_until, self.loop.time() + seconds)
@@ -332,6 +348,10 @@ class SimulatedCore:
             outputs = self.core.turn()
         except AsleepError:
             self._turning = False
+            return
+        except RankDiedError as error:
+            self.tell(failure(error))
+            self.die(f"exited with status 1: {error}")
             return
         except Exception as error:
             self.world.broken(error)
