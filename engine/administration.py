@@ -51,8 +51,13 @@ class Administered(ABC):
         """As `LLM.update_weights`. Requests that run go on behind what they have been given, with the new weights."""
         engine = self._require()
         config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
-        await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
-        engine.config, engine.ready = config, await asyncio.to_thread(ready_with, engine.ready, config)
+        try:
+            await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
+        except Exception:
+            logger.warning("the weights of %s were not taken; those before it are served", config.model.path)
+            raise
+        if not isinstance(engine.client, FrontEndClient):  # which tells all front ends alike
+            engine.config, engine.ready = config, await asyncio.to_thread(ready_with, engine.ready, config)
         logger.info("the weights of %s are served from now on", config.model.path)
 
     @property

@@ -105,7 +105,7 @@ async def _run(options: argparse.Namespace) -> int:
     engine = AsyncEngine(args)
     signals: list[int] = []
     try:
-        with signals_abandon(engine, signals):
+        with signals_abandon(engine.abandon, signals):
             await engine.start()
         with _ended_by_sigterm():
             return await answer_all(engine, output, options)

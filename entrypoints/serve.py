@@ -331,10 +331,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--usage-log has no effect without --keys")
     if options.json and not options.check:
         parser.error("--json has no effect without --check")
-    for library in ("httpx", "httpx2"):  # a line for each request to a hub
-        logging.getLogger(library).setLevel(logging.WARNING)
+    quiet_libraries()
     with logging_to_stderr(options.log_level.upper(), options.log_format):
         return _run(options, given)
+
+
+def quiet_libraries() -> None:
+    """They log a line for each request to a hub."""
+    for library in ("httpx", "httpx2"):
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def _run(options: argparse.Namespace, given: Sequence[str]) -> int:

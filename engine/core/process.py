@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from engine import errors
+from engine.child import name_process
 from engine.config import EngineConfig
 from engine.core.wire import CoreFailed
 from engine.observability.logs import TEXT, JsonFormatter, TextFormatter, log_uncaught
@@ -75,6 +76,7 @@ def main() -> NoReturn:
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
     parallel = start.config.parallel
     name = "core" if parallel.data == 1 else f"replica {parallel.data_rank}"
+    name_process("pageloom " + name)
     write_log(name, start.log_level, start.log_mark)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if start.cpus is not None:

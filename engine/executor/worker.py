@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
+from engine.child import name_process
 from engine.core.process import STACK_DUMP_SIGNAL, SWITCH_INTERVAL_S, failure, write_log
 from engine.errors import RANK_GRACE_S, RankLostError
 from engine.executor.driver_link import DriverLeftError, DriverLink
@@ -38,6 +39,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end to act on
     faulthandler.enable()
     faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
+    name_process(f"pageloom rank {start.rank}")
     write_log(f"rank {start.rank}", start.log_level, start.log_mark)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _run(start, DriverLink(start.socket_fd))

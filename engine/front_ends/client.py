@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import select
+import shutil
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -61,7 +62,7 @@ class FrontEndClient(Sleeper):
         self.on_change: Callable[[EngineConfig, CoreReady], None] = lambda config, ready: None
         """cores have other weights"""
         self._orders: dict[int, Future[Done]] = {}
-        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._asked: dict[int, asyncio.Future[Answers]] = {}
         self._numbers = itertools.count()
         self._closed = self._abandoned = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -125,16 +126,20 @@ class FrontEndClient(Sleeper):
         """As `ReplicatedClient`'s, a moment ago."""
         return self._state.stats_of_each
 
-    async def ask(self, about: str) -> list[bytes]:
-        """What all front ends say, this one too. Raises `TimeoutError`. Somebody receives meanwhile."""
+    async def ask(self, about: str) -> Answers:
+        """What all front ends say, this one too. Raises `TimeoutError` where one does not. Somebody receives
+        meanwhile."""
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             self._check_open()
             self._post(Question(number, about))
-            return await asyncio.wait_for(future, ANSWER_S)
+            answers: Answers = await asyncio.wait_for(future, ANSWER_S)
         finally:
             del self._asked[number]
+        if answers.missing:
+            raise TimeoutError(f"{answers.missing} front ends do not answer")
+        return answers
 
     # -- what is done to cores, by threads that wait for it -----------------------------------------------------------
 
@@ -210,7 +215,7 @@ class FrontEndClient(Sleeper):
                     self._post(Answer(message.number, b"" if tell is None else tell()))
                 case Answers():
                     if (future := self._asked.get(message.number)) is not None and not future.done():
-                        future.set_result(message.texts)
+                        future.set_result(message)
                 case Done():
                     if (order := self._orders.get(message.number)) is not None:
                         order.set_result(message)
@@ -220,6 +225,7 @@ class FrontEndClient(Sleeper):
                 case _:
                     return message
         if self._end_of_hub.poll(0):
+            shutil.rmtree(self._start.directory, ignore_errors=True)
             self._state = CoresState(died=_GONE)
             self._check_open()
         return None

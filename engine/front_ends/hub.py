@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import zmq
@@ -30,9 +31,9 @@ from engine.core.wire import (
     Vocabulary,
 )
 from engine.errors import ConfigError, CoreDiedError, EngineError, QueueFullError
+from engine.front_ends.questions import Questions
 from engine.front_ends.wire import (
     Answer,
-    Answers,
     Changed,
     CoresState,
     Done,
@@ -54,6 +55,8 @@ LOOK_S = 0.25
 and whether it makes progress"""
 ANSWER_S = 2.0
 """for front ends to say what another one asks"""
+_MOST_ORDERS = 16
+"""that are carried out one by one"""
 _AT_ONCE = 256
 """messages of front ends, until others have a turn"""
 
@@ -62,14 +65,6 @@ class _FrontEnd(msgspec.Struct, eq=False):
     sender: zmq.Socket[bytes]
     serves: bool = False
     lacks_stats: bool = False
-
-
-class _Asked(msgspec.Struct, eq=False):
-    front_end: int
-    number: int
-    """of its question"""
-    missing: set[int]
-    texts: list[bytes]
 
 
 class Hub:
@@ -91,8 +86,9 @@ class Hub:
         self._front_ends: dict[int, _FrontEnd] = {}
         self._owners: dict[str, int] = {}
         """front ends by the sequences that they wait for"""
-        self._asked: dict[int, _Asked] = {}
-        self._questions = 0
+        self._questions = Questions(self._tell)
+        self._lost: set[int] = set()
+        self._carrying_out = ThreadPoolExecutor(max_workers=1, thread_name_prefix="order")
         self._stats = CoreStats()
         self._state = CoresState()
         self._vocabulary_is_known = False
@@ -119,21 +115,25 @@ class Hub:
         except CoreDiedError as error:
             self._tell_state(CoresState(died=str(error)))
             return error
+        except Exception as error:
+            self._tell_state(CoresState(died=f"what passes requests on to the cores failed: {error!r}"))
+            raise
         finally:
             looking.cancel()
             self._watch(False)
 
     def lost(self, number: int) -> None:
         """A front end has gone: nobody waits for what it had."""
+        self._lost.add(number)
         front_end = self._front_ends.pop(number, None)
         if front_end is not None:
             front_end.sender.close()
         names = [name for name, owner in self._owners.items() if owner == number]
         self._abort(number, names)
-        for asked in list(self._asked):
-            self._answered(asked, number, None)
+        self._questions.lost(number)
 
     def close(self) -> None:
+        self._carrying_out.shutdown(wait=False, cancel_futures=True)
         self._context.destroy(linger=0)
 
     # -- sockets -----------------------------------------------------------------------------------------------------
@@ -177,15 +177,15 @@ class Hub:
                 return
             try:
                 received = self._decoder.decode(frame)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                logger.exception("a front end sent a frame that does not decode")
-                continue
-            self._take(received.front_end, received.message)
+                self._take(received.front_end, received.message)
+            except Exception:  # of one message: others are to be taken in
+                logger.exception("a front end's message was not understood")
         asyncio.get_running_loop().call_soon(self._take_in)
 
     def _take(self, number: int, message: ToHub) -> None:
         if isinstance(message, Joined):
-            self._join(number)
+            if number not in self._lost:
+                self._join(number)
         elif number not in self._front_ends:
             return  # its last words
         else:
@@ -196,7 +196,7 @@ class Hub:
                 case Question():
                     self._ask(number, message)
                 case Answer():
-                    self._answered(message.number, number, message.text)
+                    self._questions.answered(message.number, number, message.text)
                 case Order():
                     task = asyncio.get_running_loop().create_task(self._carry_out(number, message))
                     self._orders.add(task)
@@ -225,7 +225,9 @@ class Hub:
             self._owners[name] = number
         try:
             self._client.send(message)
-        except EngineError as error:
+        except Exception as error:
+            if not isinstance(error, EngineError):
+                logger.exception("a request failed")
             for name in message.request_ids:
                 del self._owners[name]
             kind = "queue_full" if isinstance(error, QueueFullError) else "fault"
@@ -251,7 +253,9 @@ class Hub:
     async def _carry_out(self, number: int, order: Order) -> None:
         """To its end, also where whoever gave it is gone."""
         try:
-            await asyncio.to_thread(self._obey, order)
+            if len(self._orders) > _MOST_ORDERS:
+                raise ConfigError(f"{_MOST_ORDERS} orders like this one wait already")
+            await asyncio.get_running_loop().run_in_executor(self._carrying_out, self._obey, order)
         except Exception as error:
             kind = type(error).__name__ if hasattr(errors, type(error).__name__) else "EngineError"
             self._tell(number, Done(order.number, kind, str(error)))
@@ -280,39 +284,18 @@ class Hub:
         else:
             cores.wake_up(order.config)
 
-    # -- questions ---------------------------------------------------------------------------------------------------
-
     def _ask(self, number: int, question: Question) -> None:
-        """Of all that serve, and of the one that asks."""
+        """All that serve, and the one that asks."""
         whom = {each for each, front_end in self._front_ends.items() if front_end.serves or each == number}
-        self._questions += 1
-        own = self._questions
-        self._asked[own] = _Asked(number, question.number, set(whom), [])
-        for each in whom:
-            self._tell(each, Question(own, question.about))
-        asyncio.get_running_loop().call_later(ANSWER_S, self._end_question, own)
-
-    def _answered(self, own: int, number: int, text: bytes | None) -> None:
-        """None: it says nothing."""
-        asked = self._asked.get(own)
-        if asked is None or number not in asked.missing:
-            return
-        asked.missing.discard(number)
-        if text is not None:
-            asked.texts.append(text)
-        if not asked.missing:
-            self._end_question(own)
-
-    def _end_question(self, own: int) -> None:
-        asked = self._asked.pop(own, None)
-        if asked is not None:
-            self._tell(asked.front_end, Answers(asked.number, asked.texts))
+        own = self._questions.ask(number, question, whom)
+        asyncio.get_running_loop().call_later(ANSWER_S, self._questions.end, own)
 
     # -- to front ends -----------------------------------------------------------------------------------------------
 
     def _tell_all(self, outputs: StepOutputs) -> None:
         self._stats = outputs.stats
-        news, counts_steps = self._divided(outputs.deltas), min(self._front_ends, default=0)
+        news = self._divided(outputs.deltas)
+        counts_steps = min((number for number, each in self._front_ends.items() if each.serves), default=0)
         for number, front_end in list(self._front_ends.items()):
             step: StepTaken | None = outputs.step if number == counts_steps else None
             if number in news or step is not None:
@@ -348,6 +331,7 @@ class Hub:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(self.look_s)
+            self._take_in()  # if anything has kept it from that
             for number, front_end in list(self._front_ends.items()):
                 if front_end.lacks_stats:
                     front_end.lacks_stats = False

@@ -21,6 +21,8 @@ class FrontEndStart(msgspec.Struct, frozen=True, kw_only=True):
     """address that the hub has bound"""
     from_hub: str
     """address that the front end binds"""
+    directory: str
+    """private directory of all; a front end removes it when its parent died"""
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -62,10 +64,15 @@ class FromFrontEnd(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answers(msgspec.Struct, frozen=True, tag="answers"):
-    """To whoever asked: of each front end that answered in time."""
+    """To whoever asked."""
 
     number: int
     texts: list[bytes]
+    """of each front end"""
+    gone: list[bytes] = []
+    """of those that are no more, what they said last"""
+    missing: int = 0
+    """front ends that have not answered in time"""
 
 
 class CoresState(msgspec.Struct, frozen=True, tag="state"):

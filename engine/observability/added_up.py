@@ -13,14 +13,16 @@ from prometheus_client.samples import Sample
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
-def added_up(texts: Sequence[bytes], alike: Collection[str]) -> bytes:
+def added_up(texts: Sequence[bytes], alike: Collection[str], gone: Sequence[bytes] = ()) -> bytes:
     """`texts`: in Prometheus' text format, one at least. Samples are added up, other than those of families that all
     show `alike`, of which the most counts (counts of cores come to some a moment later), and times of creation, of
-    which the first does."""
+    which the first does. `gone`: of front ends that are no more, of which only what they have counted counts."""
     families: dict[str, Metric] = {}
     values: dict[str, dict[Key, float]] = {}
-    for text in texts:
+    for place, text in enumerate([*texts, *gone]):
         for family in text_string_to_metric_families(text.decode()):
+            if place >= len(texts) and (family.name in alike or family.type == "gauge"):
+                continue
             families.setdefault(family.name, family)
             found = values.setdefault(family.name, {})
             for sample in family.samples:

@@ -22,6 +22,8 @@ def check_options(options: argparse.Namespace, memory: SharedMemory | None = Non
         check_tracing(options.otlp_endpoint)
     if options.pinned_prefixes is not None and not options.pinned_prefixes.is_file():
         raise ConfigError(f"--pinned-prefixes: there is no file {options.pinned_prefixes}")
+    if options.enable_sleep_mode and options.core_restarts == 0:
+        raise ConfigError("--enable-sleep-mode needs --core-restarts above 0: else the engine ends with its core")
     if options.profile_dir is not None:
         _check_directory("--profile-dir", options.profile_dir)
     _check_certificate(options)

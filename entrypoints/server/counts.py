@@ -82,6 +82,11 @@ class SharedMemory:
                 if self._name(slot) != bytes(_NAME_BYTES):
                     self._numbers(slot)[COUNTS + place] = 0.0
 
+    def close(self) -> None:
+        """What was counted stays."""
+        self._slots.release()
+        self._memory.close()
+
     @staticmethod
     def create() -> int:
         """Its descriptor."""

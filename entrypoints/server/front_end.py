@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from engine.child import name_process
 from engine.core.process import write_log
 from engine.front_ends.wire import FrontEndStart
 from entrypoints.server.caller import caller_id
@@ -34,7 +35,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     place: int
     """among those that take requests now: that of one that has died is the next one's"""
     api_key: str | None
-    """that the environment had"""
+    """wherever it was found"""
     response_store: str
     log_level: int
     log_mark: str
@@ -58,6 +59,7 @@ def main() -> NoReturn:
     begin = msgspec.json.decode(sys.stdin.buffer.readline(), type=Begin)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), sys.stdin.fileno())
+    name_process(f"pageloom api {begin.start.number}")
     write_log(NAME.format(begin.start.number), begin.log_level, begin.log_mark, caller_id)
     raise SystemExit(_run(begin))
 
@@ -66,13 +68,15 @@ def _run(begin: Begin) -> int:
     import asyncio
 
     from engine.errors import EngineError
-    from entrypoints.serve import build_parser
+    from entrypoints.serve import build_parser, quiet_libraries
     from entrypoints.server.api_key import VARIABLE
     from entrypoints.server.run import logger, run_loop
     from entrypoints.sources import parse_all
 
+    quiet_libraries()
     options = parse_all(build_parser(), begin.given, os.environ)
     options.response_store = Path(begin.response_store)
+    options.api_key = options.api_key_file = None
     if begin.api_key is not None:
         os.environ[VARIABLE] = begin.api_key  # whoever takes it removes it, too
     try:

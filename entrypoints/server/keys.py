@@ -182,12 +182,13 @@ class Keyring:
             logger.error("%s; the keys before it stay", error)
 
     def _take(self, keys: list[Key]) -> None:
+        new = {key.name: self._new(key.name) for key in keys if key.name not in self._by_name}
         self._by_digest, named = {}, {key.name for key in keys}
         for name, client in self._by_name.items():
             if name not in named:
                 client.scopes = frozenset()
         for key in keys:
-            client = self._by_name.get(key.name) or self._new(key.name)
+            client = self._by_name.get(key.name) or new[key.name]
             if client.sha256 not in ("", key.sha256.lower()):
                 client = client.revoke()
             client.set(key)

@@ -21,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine.errors import CoreDiedError, InvalidRequestError
 from engine.front_ends.client import FrontEndClient
+from engine.front_ends.wire import Answers
 from engine.observability.added_up import added_up
 from entrypoints.server.context import ServerContext
 from entrypoints.server.error_shape import error_body
@@ -149,21 +150,21 @@ def _add_counts(app: FastAPI, context: ServerContext, load: Load, siblings: Fron
     if siblings is not None:
         siblings.answers |= {"load": lambda: str(load.requests).encode(), "metrics": metrics.render}
 
-    async def of_all(about: str, siblings: FrontEndClient) -> list[bytes]:
+    async def of_all(about: str, siblings: FrontEndClient) -> Answers:
         try:
             return await siblings.ask(about)
         except TimeoutError:
-            raise HTTPException(503, "the processes that take requests do not answer each other") from None
+            raise HTTPException(503, "a process that takes requests does not answer the others") from None
 
     @app.get("/load")
     async def show_load() -> dict[str, int]:
-        requests = [load.requests] if siblings is None else map(int, await of_all("load", siblings))
+        requests = [load.requests] if siblings is None else map(int, (await of_all("load", siblings)).texts)
         return {"server_load": sum(requests)}
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
         if siblings is None:
             return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
-        texts = await of_all("metrics", siblings)
-        merged = await asyncio.to_thread(added_up, texts, metrics.of_cores())
+        told = await of_all("metrics", siblings)
+        merged = await asyncio.to_thread(added_up, told.texts, metrics.of_cores(), told.gone)
         return Response(merged, media_type=CONTENT_TYPE_LATEST)

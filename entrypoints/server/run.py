@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -149,12 +149,16 @@ class Server(EndingServer):
         self.death: CoreDiedError | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         supervised = bool(self._watched) or self._supervisor.is_there  # else it is a terminal that is closed
-        if not supervised or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or (ignored and not supervised):
             await super().serve(sockets)
             return
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, self._look_again, True)
+        if supervised:
+            loop.add_signal_handler(signal.SIGHUP, self._look_again, True)
+        else:
+            loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
         try:
             await super().serve(sockets)
         finally:
@@ -243,7 +247,7 @@ async def serve_engine(
     try:
         keyring = check_options(options, memory)
         pass_over_hangups(options, supervisor)
-        with signals_abandon(engine, signals):
+        with signals_abandon(engine.abandon, signals):
             await engine.start()
             if options.pinned_prefixes is not None:
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
@@ -318,7 +322,7 @@ def pass_over_hangups(options: argparse.Namespace, supervisor: Supervisor) -> bo
 
 
 @contextmanager
-def signals_abandon(engine: AsyncEngine, signals: list[int]) -> Iterator[None]:
+def signals_abandon(abandon_core: Callable[[], None], signals: list[int]) -> Iterator[None]:
     """While the engine starts, SIGTERM and Ctrl-C are noted, kill the core and cancel this task. Threads may be
     importing or reading files meanwhile, and are not waited for."""
     task = asyncio.current_task()
@@ -329,7 +333,7 @@ def signals_abandon(engine: AsyncEngine, signals: list[int]) -> Iterator[None]:
 
     def abandon(number: int, _: FrameType | None) -> None:
         signals.append(number)
-        engine.abandon()
+        abandon_core()
         _leave_within(_LEAVE_S, 128 + number)
         loop.call_soon_threadsafe(task.cancel)
 

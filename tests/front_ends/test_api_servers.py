@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,12 +74,14 @@ class Server:
 
 
 @contextmanager
-def served(model: Path, *options: str) -> Iterator[Server]:
+def served(model: Path, *options: str, meanwhile: Callable[[Server], None] = lambda server: None) -> Iterator[Server]:
+    """`meanwhile`: done while it starts."""
     port = free_port()
     command = [sys.executable, "-m", "entrypoints.serve", str(model), "--port", str(port), "--api-server-count", "2"]
     process = subprocess.Popen([*command, *SMALL, *options], cwd=Path(__file__).parents[2], text=True)
     server = Server(process, f"http://127.0.0.1:{port}")
     try:
+        meanwhile(server)
         until(lambda: answers(server) or process.poll() is not None, 120)
         assert process.poll() is None
         until(lambda: sum(len(each.net_connections()) > 0 for each in server.front_ends) == 2)
@@ -157,6 +160,7 @@ def test_streams_are_those_of_one_whoever_is_killed_and_end_before_the_server_do
 
         assert asyncio.run(ask(base, lambda: server.core.send_signal(signal.SIGKILL))) == wanted
 
+        counted = metric(base, "pageloom_e2e_request_latency_seconds_count")
         [first, second] = before = server.front_ends
         found = asyncio.run(ask(base, lambda: first.send_signal(signal.SIGKILL)))
         lost = [each for each in found if isinstance(each, BaseException)]
@@ -168,6 +172,8 @@ def test_streams_are_those_of_one_whoever_is_killed_and_end_before_the_server_do
         assert second in server.front_ends and first not in server.front_ends and len(before) == 2
         until(lambda: metric(base, "pageloom_num_requests_running") == 0)
         assert metric(base, "pageloom_kv_cache_usage_ratio") == 0
+        finished = STREAMS - len(lost) + STREAMS
+        assert counted + finished <= metric(base, "pageloom_e2e_request_latency_seconds_count") <= counted + 2 * STREAMS
 
         assert asyncio.run(ask(base, server.process.terminate)) == wanted
         assert server.process.wait(60) == 0
@@ -175,12 +181,33 @@ def test_streams_are_those_of_one_whoever_is_killed_and_end_before_the_server_do
             httpx.get(f"{base}/live")
 
 
-def test_nothing_outlives_whoever_has_the_cores(model: Path) -> None:
+def test_nothing_outlives_whoever_has_the_cores(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process, and no file of what clients have said."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with served(model) as server:
         running = [server.core, *server.front_ends]
         assert len(running) == 3
         server.process.kill()
         until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in running))
+        until(lambda: not list(tmp_path.glob("pageloom-*")))
+
+
+def test_a_core_that_dies_for_good_ends_those_that_start_too(model: Path) -> None:
+    with served(model, "--core-restarts", "0") as server:
+        before = {each.pid for each in server.front_ends}
+        server.front_ends[0].kill()
+        until(lambda: {each.pid for each in server.front_ends} - before)
+        server.core.kill()
+        assert server.process.wait(60) == 1
+
+
+def test_a_signal_that_ends_it_while_one_starts_is_in_order(model: Path) -> None:
+    with served(model) as server:
+        before = {each.pid for each in server.front_ends}
+        server.front_ends[0].kill()
+        until(lambda: {each.pid for each in server.front_ends} - before)
+        server.process.terminate()
+        assert server.process.wait(60) == 0
 
 
 def test_what_one_process_stores_another_one_finds_and_all_read_the_keys_again(model: Path, tmp_path: Path) -> None:
@@ -204,6 +231,17 @@ def test_what_one_process_stores_another_one_finds_and_all_read_the_keys_again(m
         write("one", "two")
         server.process.send_signal(signal.SIGHUP)
         until(lambda: {get("/v1/models", "two") for _ in range(STREAMS)} == {200})
+        refused = post("/v1/responses", {"input": "abc", "background": True})
+        assert refused.status_code == 400 and "--api-server-count" in refused.json()["error"]["message"]
+        # Files that are damaged meanwhile keep the next one away, but none that serves.
+        (tmp_path / "keys.toml").write_text("[[keys")
+        before = server.front_ends
+        before[0].kill()
+        until(lambda: len(server.front_ends) == 2 and server.front_ends != before)
+        until(lambda: before[1] in server.front_ends and len(server.front_ends) == 1)
+        write("one", "two")
+        until(lambda: {get("/v1/models", "two") for _ in range(STREAMS)} == {200} and len(server.front_ends) == 2)
+        assert before[1] in server.front_ends
         for path, body in (
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/none"}),
             ("/v1/unload_lora_adapter", {"lora_name": "a"}),
@@ -315,6 +353,29 @@ def test_a_count_that_is_none_is_named(count: str, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["none", f"--api-server-count={count}"])
     assert "is not a number of processes: 1 to 64" in capsys.readouterr().err
+
+
+def test_a_port_is_taken_before_anybody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else two servers that load at the same time would answer in turns."""
+    port = free_port()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as name:
+        name.bind(f"\0pageloom-port-{port}")
+        assert main(["none", "--port", str(port), "--api-server-count", "2"]) == 1
+    assert "another server with --api-server-count has it" in capsys.readouterr().err
+
+
+def test_files_may_be_read_again_while_it_starts(model: Path, tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"one").hexdigest()
+    (tmp_path / "keys.toml").write_text(f'[[keys]]\nname = "one"\nsha256 = "{digest}"\n')
+
+    def hang_up(server: Server) -> None:
+        until(lambda: len(server.front_ends) == 2)
+        server.process.send_signal(signal.SIGHUP)
+
+    with served(model, "--keys", str(tmp_path / "keys.toml"), meanwhile=hang_up) as server:
+        assert len(server.front_ends) == 2
+        server.process.terminate()
+        assert server.process.wait(60) == 0
 
 
 def test_a_port_that_others_share_is_taken(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

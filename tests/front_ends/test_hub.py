@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -31,10 +32,11 @@ from engine.core.wire import (
     Vocabulary,
     each_delta,
 )
-from engine.errors import CoreDiedError, EngineError, QueueFullError
+from engine.errors import ConfigError, CoreDiedError, QueueFullError
+from engine.front_ends import hub as hub_module
 from engine.front_ends.client import FrontEndClient
 from engine.front_ends.hub import Hub
-from engine.front_ends.wire import FrontEndStart
+from engine.front_ends.wire import FrontEndStart, Order
 
 READY = CoreReady(
     num_blocks=64,
@@ -53,7 +55,7 @@ class Cores:
 
     def __init__(self) -> None:
         self.told: list[ToCore] = []
-        self.refuses: EngineError | None = None
+        self.refuses: Exception | None = None
         self.why_stalled: str | None = None
         self.says: asyncio.Queue[StepOutputs | CoreDiedError] = asyncio.Queue()
 
@@ -133,6 +135,7 @@ async def together(count: int, frames: int = 65536) -> AsyncIterator[Together]:
             parent_pid=os.getpid(),
             to_hub=directory.to_core,
             from_hub=hub.address(number),
+            directory=directory.path,
         )
         for number in range(1, count + 1)
     ]
@@ -230,7 +233,10 @@ def test_what_is_refused_is_told_to_whoever_asked_and_to_nobody_else() -> None:
             both.cores.refuses = CoreDiedError("gone")
             both.clients[1].send(added("fault", n=2))
             await both.until(lambda: len(both.ended(1)) == 4)
-            assert not both.ended(0)
+            both.cores.refuses = ValueError("odd")  # a mistake of ours is of one request, too
+            both.clients[1].send(added("mistake"))
+            await both.until(lambda: len(both.ended(1)) == 5)
+            assert not both.ended(0) and both.ended(1)["mistake"].error_kind == "fault"
             for kind, why in (("queue_full", "too many"), ("fault", "gone")):
                 told = both.ended(1)[kind]
                 assert (told.finish_reason, told.error_kind, told.error) == ("error", kind, why)
@@ -255,7 +261,7 @@ def test_what_one_had_that_has_gone_is_aborted_and_what_it_says_then_is_nobodys(
             both.cores.say(TokenDeltas(request_ids=["a", "b"], token_ids=[3, 4]))
             await both.until(lambda: both.tokens(1)["b"] == [4])
             assert not both.tokens(0) and len(both.cores.told) == 3
-            assert await both.clients[1].ask("none") == [b""]  # and nobody waits for its answers
+            assert (await both.clients[1].ask("none")).texts == [b""]  # and nobody waits for its answers
 
     run(main)
 
@@ -265,7 +271,7 @@ def test_all_are_asked_and_steps_are_told_to_one() -> None:
         async with together(3) as three:
             for place, client in enumerate(three.clients):
                 client.answers["place"] = str(place).encode
-            assert sorted(await three.clients[1].ask("place")) == [b"0", b"1", b"2"]
+            assert sorted((await three.clients[1].ask("place")).texts) == [b"0", b"1", b"2"]
             for number in range(5):
                 three.cores.say(step=StepTaken(0.5, 8), generated=number)
             await three.until(lambda: sum(each.step is not None for each in three.got[0]) == 5)
@@ -323,5 +329,77 @@ def test_one_that_takes_nothing_any_more_is_given_up() -> None:
             both.cores.say(TokenDeltas(request_ids=["b"], token_ids=[9]))
             await both.until(lambda: bool(stuck) and both.tokens(1)["b"] == [9])
             assert set(stuck) == {1}
+
+    run(main)
+
+
+def test_what_fails_in_the_hub_itself_ends_all_and_says_so() -> None:
+    async def main() -> None:
+        async with together(2) as both:
+            both.cores.says.put_nowait("no outputs")  # type: ignore[arg-type]
+            await both.until(lambda: all(died is not None for died in both.died))
+            assert all("AttributeError" in str(died) for died in both.died)
+            with pytest.raises(AttributeError):
+                await both.running
+
+    run(main)
+
+
+def test_orders_are_carried_out_one_by_one_and_too_many_are_refused() -> None:
+    async def main() -> None:
+        async with together(2) as both:
+            begun, may_end = list[str](), threading.Event()
+
+            def obey(order: Order) -> None:
+                begun.append(order.what)
+                may_end.wait(20)
+                if order.replicas == 3:
+                    raise ConfigError("three are too many")
+
+            both.hub._obey = obey  # type: ignore[method-assign]
+            waiting = [asyncio.create_task(asyncio.to_thread(both.clients[0].scale, 2 + at % 2)) for at in range(3)]
+            await both.until(lambda: bool(begun) and len(both.hub._orders) == 3)
+            both.hub._orders.update(asyncio.create_task(asyncio.sleep(0)) for _ in range(20))  # as if many waited
+            with pytest.raises(ConfigError, match="wait already"):
+                await asyncio.to_thread(both.clients[1].sleep)
+            assert begun == ["scale"]
+            may_end.set()
+            ends = await asyncio.gather(*waiting, return_exceptions=True)
+            assert sorted(str(each) for each in ends) == ["None", "None", "three are too many"]
+
+    run(main)
+
+
+def test_whoever_waits_for_an_order_learns_that_nobody_carries_it_out_any_more() -> None:
+    async def main() -> None:
+        async with together(1) as one:
+            may_end = threading.Event()
+            one.hub._obey = lambda order: may_end.wait(20)  # type: ignore[method-assign,assignment]
+            asleep = asyncio.create_task(asyncio.to_thread(one.clients[0].sleep))
+            await one.until(lambda: bool(one.hub._orders))
+            one.cores.says.put_nowait(CoreDiedError("killed"))
+            with pytest.raises(CoreDiedError, match="killed"):
+                await asleep
+            may_end.set()
+
+    run(main)
+
+
+def test_one_that_does_not_answer_is_said_and_what_one_that_has_gone_has_said_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub_module, "ANSWER_S", 0.3)
+
+    async def main() -> None:
+        async with together(3) as three:
+            for place, client in enumerate(three.clients):
+                client.answers["count"] = str(place).encode
+            assert len((await three.clients[0].ask("count")).texts) == 3
+            three.hub.lost(3)
+            told = await three.clients[0].ask("count")
+            assert (sorted(told.texts), told.gone) == ([b"0", b"1"], [b"2"])
+            three._tasks[1].cancel()  # it does not receive
+            with pytest.raises(TimeoutError, match="1 front ends do not answer"):
+                await three.clients[0].ask("count")
 
     run(main)

@@ -24,6 +24,7 @@ from engine.core.kv_reports import KVEventReports
 from engine.core.loop import CoreLoop
 from engine.core.process import failure
 from engine.core.wire import AbortRequests, AddRequest, CoreReady, FromCore, Heartbeat, Phase, ToCore
+from engine.errors import EngineError
 from engine.executor.interface import CompileState
 from engine.kv_cache.kv_cache import KVCache
 from engine.layer_groups import Window
@@ -56,10 +57,6 @@ class Shape(msgspec.Struct, frozen=True):
     adapter_turns: int
     step_s: float
     """the mean; steps take from half to twice of it"""
-
-
-class RankDiedError(Exception):
-    """As an executor of several ranks raises it."""
 
 
 class AsleepError(Exception):
@@ -117,7 +114,7 @@ class Device:
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         if self.has_lost:
-            raise RankDiedError("a rank has died")
+            raise EngineError("a rank has died")
         self.replaying.some_failed = bool(self._core.scheduler._held.failures._noted)
         for new in plan.added:
             for token, marked in ((KILLER, self._killers), (FAULTY, self._faulty)):
@@ -163,7 +160,7 @@ class Device:
 
     def collect(self) -> StepResult:
         if self.has_lost:
-            raise RankDiedError("a rank has died")
+            raise EngineError("a rank has died")
         self._core.steps_under_way -= 1
         self._adapters.end()
         result = self.replaying.collect()
@@ -349,7 +346,9 @@ class SimulatedCore:
         except AsleepError:
             self._turning = False
             return
-        except RankDiedError as error:
+        except EngineError as error:
+            if not self.device.has_lost:
+                self.world.broken(error)
             self.tell(failure(error))
             self.die(f"exited with status 1: {error}")
             return

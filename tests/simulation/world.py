@@ -16,21 +16,15 @@ from unittest import mock
 
 from guests import Guest, Wish, draw_wishes
 from msgspec.structs import replace
-from simulated_client import (
-    SimulatedFrontEndClient,
-    SimulatedHub,
-    SimulatedProcessClient,
-    SimulatedReplicatedClient,
-)
+from simulated_client import SimulatedProcessClient, SimulatedReplicatedClient
 from simulated_core import FAULTY, KILLER, ORDERLY, Shape, SimulatedCore
+from simulated_doors import Doors
 from tiny_front import config_of
 from virtual_time import VirtualLoop
 
 from engine.config import EngineConfig
 from engine.core import client as core_client
-from engine.core.client import CoreClient
-from engine.errors import CoreDiedError, QueueFullError, ShutDownError
-from engine.front_ends.wire import FrontEndStart
+from engine.errors import CoreDiedError, QueueFullError
 from engine.frontend.tokenizer import Tokenizer
 from engine.layer_groups import State, most_blocks
 from engine.models.description import ModelDescription, describe
@@ -74,7 +68,7 @@ class World:
         self.cores: list[SimulatedCore] = []
         self._clients: dict[SimulatedCore, SimulatedProcessClient] = {}
         self.deaths: list[str] = []
-        self.kills_from_outside = self.front_end_kills = self._jumps = self.slept = 0
+        self.kills_from_outside = self._jumps = self.slept = 0
         self._slow_s = rng.choice([0.0001, 0.001, 0.02])
         self._unlucky_starts = rng.choice([0, 0, 0, 1])
         self.config, self.shape = self._draw_engine()
@@ -91,13 +85,8 @@ class World:
         self.may_end = rng.random() < 0.1
         self.config = replace(self.config, core_restarts=1 if self.may_end else needed)
         self.is_fair = policy == "fair"
-        self.servings: list[Serving] = []
-        """of those that take requests now, by their places"""
-        self.num_front_ends = rng.choice([1, 1, 1, 2, 3])
-        """1: it has the cores itself"""
-        self._front_ends = 0
-        """that there have been"""
-        self._hub: SimulatedHub | None = None
+        self._num_front_ends = rng.choice([1, 1, 1, 2, 3])
+        self.doors: Doors
         self.client: SimulatedReplicatedClient
         self.digest = ""
         """of all that was seen"""
@@ -227,45 +216,16 @@ class World:
 
     def serve(self) -> None:
         self.client = SimulatedReplicatedClient(self, self.config)
-        self._ready = self.client.start()
-        if self.num_front_ends == 1:
-            self.servings = [self._serving(self.client)]
-            return
-        self._hub = SimulatedHub(self, self.config, self.client)
-        self._running = self.loop.create_task(self._hub.run(self._ready))
-        self.servings = [self._new_front_end() for _ in range(self.num_front_ends)]
-
-    def _serving(self, client: CoreClient) -> Serving:
-        return Serving(self._building.model, self.config, self._building.tokenizer, client, self._ready)
-
-    def _new_front_end(self) -> Serving:
-        assert self._hub is not None
-        self._front_ends += 1
-        number = self._front_ends
-        start = FrontEndStart(number=number, config=self.config, parent_pid=0, to_hub="", from_hub="")
-        client = SimulatedFrontEndClient(self, start, self._hub, self._ready)
-        self._hub.receivers[number] = client.receiver.put  # type: ignore[attr-defined]
-        client.start()
-        return self._serving(client)
+        self.doors = Doors(self, self.client, self._building, self._num_front_ends)
 
     def serving_of(self, guest: Guest) -> Serving:
         """Who takes its requests now."""
-        return self.servings[self.guests.index(guest) % self.num_front_ends]
-
-    @property
-    def is_dead(self) -> bool:
-        """No core is ever to serve again."""
-        return any(each.death is not None or each.closed for each in self.servings)
+        return self.doors.servings[self.guests.index(guest) % self.doors.count]
 
     async def leave(self, lives: Sequence[asyncio.Task[None]]) -> None:
         for each in lives:
             each.cancel()
-        for serving in self.servings:
-            await serving.stop(ShutDownError("the end"))
-        if self._hub is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-            self.client.close()
+        await self.doors.close()
 
     async def run(self) -> None:
         self.serve()
@@ -293,7 +253,7 @@ class World:
         """What of all that can happen has."""
         self.happened.update(guest.end for guest in self.guests)
         self.happened["deaths"], self.happened["slept"] = len(self.deaths), self.slept
-        self.happened["front_ends_killed"] = self.front_end_kills
+        self.happened["front_ends_killed"] = self.doors.kills
         self.happened["ranks_lost"] = sum("a rank has died" in each for each in self.deaths)
         self.happened["convicted"] = sum(KILLER in each.wish.prompt and each.end == "failed" for each in self.guests)
         for core in self.cores:
@@ -321,8 +281,8 @@ class World:
             self.slept += 1
             self.client.sleep()
             self.loop.call_later(seconds, self._wake_up)
-        elif kind < 0.3 and self._hub is not None:
-            self._kill_front_end(rng.randrange(self.num_front_ends))
+        elif kind < 0.3 and self.doors.may_be_killed:
+            self._kill_front_end()
         elif alive and kind < 0.45:
             core, seconds = rng.choice(alive), rng.choice([0.5, 15.0, 400.0])
             self.log("core", self.cores.index(core), "stands still for", seconds)
@@ -335,33 +295,15 @@ class World:
             core = rng.choice(alive)
             core.lose_rank() if rng.random() < 0.3 else core.crash()
 
-    def _kill_front_end(self, place: int) -> None:
-        """Whom it served is gone with it; the hub learns of it a moment later, and another one takes its place."""
-        assert self._hub is not None
-        serving, hub = self.servings[place], self._hub
-        client = serving.client
-        assert isinstance(client, SimulatedFrontEndClient)
-        self.log("front end", client.number, "is killed")
-        self.front_end_kills += 1
+    def _kill_front_end(self) -> None:
+        killed = self.doors.kill(self.rng.randrange(self.doors.count))
         for guest, life in zip(self.guests, self._lives, strict=True):
-            if guest.serving is serving and not life.done():
+            if getattr(guest, "serving", None) is killed and not life.done():
                 guest.end, guest.ended_at = "cut_off", self.loop.time()
                 life.cancel()
-        client.to_hub.cut(self.rng.randint(0, 3))
-        client.is_killed = True
-        serving.die(CoreDiedError("killed"))
-        serving._receiver.cancel()
-
-        def lost() -> None:
-            hub.lost(client.number)
-            if client.number in hub._owners.values():
-                self.broken(AssertionError("what a front end had that is gone goes on"))
-
-        self.loop.call_later(self.rng.uniform(0.0, 0.2), lost)
-        self.servings[place] = self._new_front_end()
 
     def _wake_up(self) -> None:
-        if not self.is_dead:
+        if not self.doors.is_dead:
             try:
                 self.client.wake_up()
             except CoreDiedError:  # it did not start
@@ -379,13 +321,10 @@ class World:
         for _ in range(10):  # some of them may pass while the machine sleeps
             await asyncio.sleep(100.0)
         fleet = self.client._fleet
-        for serving in self.servings:
-            assert not serving.streams and not len(serving.processor) and not serving.processor._owners
-        if self.is_dead:
-            assert self.may_end, f"the engine died: {[each.death for each in self.servings]}"
+        self.doors.check_nothing_is_left()
+        if self.doors.is_dead:
+            assert self.may_end, f"the engine died: {[each.death for each in self.doors.servings]}"
             return
-        if self._hub is not None:
-            assert not self._hub._owners, "the hub knows who waits for what is over"
         assert not fleet._deliveries._requests and not fleet._deliveries._sequences, "the journal keeps who has left"
         assert not any(fleet._deliveries.left(name) for name in fleet._waiting)
         for replica in fleet.replicas:

@@ -108,6 +108,7 @@ def add_routes(app: FastAPI, context: ServerContext, store: ResponseStore) -> No
         name = request_id_of(request.scope)
         with blamed_on(handler.structured_by):
             if body.background:
+                context.settings.refuse_several("responses are made in the background")
                 return json_response(await answer(request, background.start(handler, name)))
             if body.stream:
                 return await event_stream(request, handler.events(name))

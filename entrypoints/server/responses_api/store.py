@@ -106,10 +106,10 @@ class ResponseStore:
             for place, (item, body) in enumerate(zip(items, bodies, strict=True))
         ]
         with self._lock:
-            self._delete([name])
             row = (name, response.previous_response_id, time.time(), size, shown)
             with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
+                self._delete_one(name)
                 self._database.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
                 self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             self._bytes = self._size() if self._shared else self._bytes + size
@@ -183,16 +183,20 @@ class ResponseStore:
     def _delete(self, names: list[str]) -> int:
         deleted = 0
         for name in names:
-            found = self._database.execute("SELECT size FROM responses WHERE id = ?", (name,)).fetchone()
-            if found is None:
-                continue
             with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
-                self._database.execute("DELETE FROM items WHERE response = ?", (name,))
-                self._database.execute("DELETE FROM responses WHERE id = ?", (name,))
-            self._bytes -= found[0]
-            deleted += 1
+                deleted += self._delete_one(name)
         return deleted
+
+    def _delete_one(self, name: str) -> bool:
+        """Of a transaction."""
+        found = self._database.execute("SELECT size FROM responses WHERE id = ?", (name,)).fetchone()
+        if found is None:
+            return False
+        self._database.execute("DELETE FROM items WHERE response = ?", (name,))
+        self._database.execute("DELETE FROM responses WHERE id = ?", (name,))
+        self._bytes -= found[0]
+        return True
 
     def close(self) -> None:
         with self._lock:
