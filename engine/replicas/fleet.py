@@ -157,7 +157,9 @@ class Fleet(Generic[C]):
         with self._lock:
             if self._in_rounds or (len(self.replicas) == 1 and not another_comes):
                 raise error
-            logger.error("replica %d was lost, and %d are left\n%s", replica.place, len(self.replicas) - 1, error)
+            follows = ", and another one is started" if another_comes else ""
+            left = len(self.replicas) - 1
+            logger.error("replica %d was lost, %d are left%s\n%s", replica.place, left, follows, error)
             self._hand_over(replica, error)
             if not another_comes:
                 self._move(self._suspects.take(self._deliveries.left))

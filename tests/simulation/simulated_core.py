@@ -109,8 +109,7 @@ class Device:
         self._sampled: deque[list[Tenant]] = deque()
         """of each step under way: whose rows sample"""
         self._started: set[str] = set()
-        self.has_lost = False
-        """a rank"""
+        self.has_lost = False  # a rank
 
     def submit(self, plan: StepPlan, done: Callable[[], None]) -> None:
         if self.has_lost:
@@ -281,7 +280,7 @@ class SimulatedCore:
         self.die("killed by signal 9 (SIGKILL)")
 
     def lose_rank(self) -> None:
-        """One of those that compute with it: it learns that when it waits for them next, tells it, and ends."""
+        """It learns that when it waits for its ranks next, tells it, and ends."""
         self.device.has_lost = True
         self.wake()
 
@@ -347,8 +346,7 @@ class SimulatedCore:
             self._turning = False
             return
         except EngineError as error:
-            if not self.device.has_lost:
-                self.world.broken(error)
+            self.device.has_lost or self.world.broken(error)
             self.tell(failure(error))
             self.die(f"exited with status 1: {error}")
             return
