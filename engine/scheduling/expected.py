@@ -3,6 +3,7 @@ over: by how long answers were (`Answers`), what steps cost (`StepCosts`), and w
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -181,6 +182,7 @@ class Expected:
             self._rows_that_fit(),
             float(np.maximum(prompts - rows.computed[at], 0).sum()),
             round(before),
+            waiting.most_tokens / len(waiting) * self._steps_a_token if len(waiting) else math.inf,
         )
 
     def _steps_left(self) -> np.ndarray:

@@ -104,7 +104,7 @@ class FairQueue(WaitingQueue):
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)
         self._waiting += 1
-        self.num_tokens += seq.prompt_len
+        self._count(seq, 1)
         if queue.first() is seq:
             self._enter(account, seq)
 
@@ -146,10 +146,8 @@ class FairQueue(WaitingQueue):
     def take(self, seq: Sequence) -> None:
         account = seq.account
         assert account is not None
-        queue = self._queues[account]
-        self.num_tokens -= queue.num_tokens
-        queue.take(seq)
-        self.num_tokens += queue.num_tokens
+        self._queues[account].take(seq)
+        self._count(seq, -1)
         self._waiting -= 1
         self._latest = account
         self._leave_if_empty(account)
@@ -157,7 +155,7 @@ class FairQueue(WaitingQueue):
     def discard(self, seq: Sequence) -> None:
         assert seq.account is not None
         self._waiting -= 1
-        self.num_tokens -= seq.prompt_len
+        self._count(seq, -1)
         self._queues[seq.account].discard(seq)
         self._leave_if_empty(seq.account)
 

@@ -4,6 +4,7 @@ that come: then as many run as now, and prompts have their part of each step."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,8 @@ class Forecast:
     """of those that run, still to be computed"""
     waiting: int = 0
     """who is before any that comes"""
+    waiting_steps: float = math.inf
+    """of a row of theirs at most"""
 
     def step_s(self, rows: float) -> float:
         """What a step takes, with its part of the prompts of those that follow."""
@@ -68,7 +71,8 @@ class Forecast:
         """Until that one, which comes now, has ended."""
         starts = 0.0
         if self.running + self.waiting + job.rows > self.rows:
-            starts = (self._line + 1) * self.typical.steps / max(self.rows, 1)
+            steps = self.typical.steps
+            starts = (self._line * min(steps, self.waiting_steps) + steps) / max(self.rows, 1)
         own = job.prompt_tokens * self.prices.prompt_token_s
         return (starts + job.steps) * self._beside(job) + self._prompts_s() + own
 

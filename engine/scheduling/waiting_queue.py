@@ -25,8 +25,8 @@ class WaitingQueue:
         """none of the heap's comes before one of these"""
         self._heap: list[_Entry] = []
         self._waiting = 0
-        self.num_tokens = 0
-        """of the prompts of all that wait"""
+        self.num_tokens = self.most_tokens = 0
+        """of the prompts of all that wait, and of their answers at most"""
 
     def __len__(self) -> int:
         return self._waiting
@@ -40,7 +40,11 @@ class WaitingQueue:
         else:
             heapq.heappush(self._heap, entry)
         self._waiting += 1
-        self.num_tokens += seq.prompt_len
+        self._count(seq, 1)
+
+    def _count(self, seq: Sequence, times: int) -> None:
+        self.num_tokens += times * seq.prompt_len
+        self.most_tokens += times * (seq.max_total - seq.prompt_len)
 
     def first(self) -> Sequence | None:
         if not self._next or self._next[0][1].status is not Status.WAITING:
@@ -69,12 +73,12 @@ class WaitingQueue:
         _, found = self._next.pop(bisect_left(self._next, seq.key, key=lambda entry: entry[0]))
         assert found is seq
         self._waiting -= 1
-        self.num_tokens -= seq.prompt_len
+        self._count(seq, -1)
 
     def discard(self, seq: Sequence) -> None:
         """It was in the queue and has just stopped waiting (its status says so)."""
         self._waiting -= 1
-        self.num_tokens -= seq.prompt_len
+        self._count(seq, -1)
         if len(self._heap) + len(self._next) > 2 * self._waiting + 16:
             self._look_at(0)
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]

@@ -87,7 +87,12 @@ class CompletionHandler:
             self.suffix_ids = await self.fill_in.encode_behind(self.body.suffix or "", "suffix")
             if self.params.truncate_prompt_tokens is None:
                 self.fill_in.check_size(Gap([], self.suffix_ids, []), "suffix")
-        return [await self.stream(i, delta=delta) for i in range(len(self.prompts))]
+        streams = [await self.stream(i, delta=delta) for i in range(len(self.prompts))]
+        at_once = max(self.context.engine.config.scheduler.max_waiting // (2 * self.params.num_samples), 1)
+        if len(streams) <= at_once:
+            return streams
+        turn = asyncio.Semaphore(at_once)
+        return [_in_turn(stream, turn) for stream in streams]
 
     def choice(self, prompt_index: int, output: RequestOutput, part: CompletionOutput) -> CompletionChoice:
         """The choice (or, when streaming, what is new of it) for one sample."""
@@ -205,6 +210,13 @@ class CompletionHandler:
             final.usage = self.usage.usage()
             yield event(final)
         yield DONE
+
+
+async def _in_turn(stream: Outputs, turn: asyncio.Semaphore) -> Outputs:
+    """Nobody is refused because of others of the same body: half of a queue is theirs."""
+    async with turn, aclosing(stream) as outputs:
+        async for output in outputs:
+            yield output
 
 
 async def create_completion(context: ServerContext, body: CompletionRequest, request: Request) -> Response:

@@ -102,6 +102,17 @@ def test_who_cannot_be_in_time_is_refused_told_when_to_ask_again_and_leaves_noth
     assert server.scheduler._held.waiting.num_tokens == 0
 
 
+def test_many_that_ask_for_a_token_each_are_let_in_whatever_others_asked_for() -> None:
+    server = Server()
+    server.add(_request("runs", 200))
+    server.turns(2)
+    for index in range(200):
+        server.add(_request(f"short {index}", 1, deadline_s=8.0))
+    with pytest.raises(QueueFullError, match="too short"):
+        for index in range(200):
+            server.add(_request(f"long {index}", 300, deadline_s=8.0))
+
+
 def test_who_would_make_others_late_is_refused_though_it_would_be_in_time_itself() -> None:
     server = Server()
     server.add(_request("runs", 100, deadline_s=3.0))

@@ -81,6 +81,14 @@ def test_where_all_rows_are_taken_it_waits_until_those_before_it_have_begun(wait
     assert _forecast(rows, rows, waiting=waiting).seconds(new) == pytest.approx(played, rel=0.15)
 
 
+def test_who_waits_for_little_holds_nobody_up() -> None:
+    typical, short = _forecast(10, 10, waiting=40), replace(_forecast(10, 10, waiting=40), waiting_steps=1.0)
+    job = Job(5, 0)
+    assert replace(typical, waiting_steps=2.0 * TYPICAL.steps).seconds(job) == typical.seconds(job)
+    spared = 40 * (TYPICAL.steps - 1) / 10 * typical.step_s(10)
+    assert typical.seconds(job) - short.seconds(job) == pytest.approx(spared)
+
+
 def test_those_that_run_end_as_late_as_that_makes_them() -> None:
     forecast, new, steps = _forecast(5, arrivals=0.0, prompt=30), Job(50, 200), np.array([10.0, 60.0])
     own = PRICES.step_s + 5 * PRICES.row_s

@@ -198,6 +198,7 @@ def test_those_ahead_are_the_first_and_any_of_them_may_be_taken(
             alike = [seq for seq in alike if first is not None and seq.account is first.account]
         assert ahead == sorted(alike, key=lambda seq: seq.key)[:count] and ahead[:1] == [first][: len(ahead)]
         assert len(queue) == len(waiting) and queue.num_tokens == sum(seq.prompt_len for seq in waiting)
+        assert queue.most_tokens == sum(seq.max_total - seq.prompt_len for seq in waiting)
         if move == "push":
             seq = _sequence(number, which % 2)
             if isinstance(queue, FairQueue):

@@ -93,8 +93,8 @@ PLANTED = [
     Bug("engine.front_ends.hub", "parts[number].token_ids.append(token)", "parts[number].token_ids.append(token + 1)"),
     Bug(
         "engine.front_ends.hub",
-        "for name, owner in self._owners.items() if owner == number",
-        "for name in self._owners",
+        "            for name in message.request_ids:\n                del self._owners[name]\n            kind",
+        "            kind",
     ),
     Bug(
         "engine.front_ends.client",
