@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class EngineError(Exception):
     """Base of every error that Pageloom raises on purpose."""
@@ -31,9 +33,18 @@ class InvalidRequestError(EngineError, ValueError):
 class QueueFullError(EngineError):
     """The bounded waiting queue is full; the request may be sent again after ``retry_after_s`` seconds."""
 
+    kind: ClassVar = "queue_full"
+    """as the core tells it"""
+
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class TooShortError(QueueFullError):
+    """By what runs and waits, its deadline cannot be kept, or another's could not beside it."""
+
+    kind: ClassVar = "too_short"
 
 
 class DeadlineError(EngineError):

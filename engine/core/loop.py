@@ -345,7 +345,7 @@ class CoreLoop:
         try:
             self._scheduler.add(request)
         except QueueFullError as error:
-            return [refusal(request.request_id, "queue_full", error)]
+            return [refusal(request.request_id, error.kind, error)]
         except InvalidRequestError as error:
             return [refusal(request.request_id, "invalid", error)]
         except Exception as error:

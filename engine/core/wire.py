@@ -187,9 +187,9 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     kv_transfer: KVTransferParams | None = None
     """with the end of a request whose prompt another engine wants: where it finds it"""
     error_kind: str | None = None
-    """"queue_full" | "invalid" | "fault": which exception the front end raises"""
+    """"queue_full" | "too_short" | "invalid" | "fault": which exception the front end raises"""
     retry_after_s: float = 1.0
-    """of "queue_full": when to ask again"""
+    """of the first two: when to ask again"""
 
 
 class TokenDeltas(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", gc=False):

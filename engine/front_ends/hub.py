@@ -230,7 +230,7 @@ class Hub:
                 logger.exception("a request failed")
             for name in message.request_ids:
                 del self._owners[name]
-            kind = "queue_full" if isinstance(error, QueueFullError) else "fault"
+            kind = error.kind if isinstance(error, QueueFullError) else "fault"
             refused: list[Delta] = [
                 SequenceDelta(request_id=name, finish_reason="error", error=str(error), error_kind=kind)
                 for name in message.request_ids

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.core.wire import Delta, SequenceDelta, TokenDeltas
-from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
+from engine.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError, TooShortError
 from engine.frontend.admission import AdmittedRequest
 from engine.frontend.detokenizer import Detokenizers
 from engine.frontend.failures import fails_alone
@@ -338,8 +338,9 @@ class OutputProcessor:
 
 def _exception(delta: SequenceDelta) -> EngineError:
     message = delta.error or "the engine core gave no reason"
-    if delta.error_kind == "queue_full":
-        return QueueFullError(message, delta.retry_after_s)
+    for refused in (QueueFullError, TooShortError):
+        if delta.error_kind == refused.kind:
+            return refused(message, delta.retry_after_s)
     if delta.error_kind == "invalid":
         return InvalidRequestError(message)
     return RequestFailedError(message)

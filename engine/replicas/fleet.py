@@ -351,7 +351,7 @@ class Fleet(Generic[C]):
                 else:
                     self._suspects.again(name)
             elif error is not None:
-                self._fail(left, str(error), "queue_full" if isinstance(error, QueueFullError) else "fault")
+                self._fail(left, str(error), error.kind if isinstance(error, QueueFullError) else "fault")
 
     def _fail(self, names: Sequence[str], error: str, kind: str) -> None:
         """Sequences that no replica has."""

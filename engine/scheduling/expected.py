@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.core.wire import AddRequest
-from engine.errors import QueueFullError
+from engine.errors import TooShortError
 from engine.request import Tenant
 from engine.scheduling.answers import Answers, RunningMean
 from engine.scheduling.forecast import Forecast, Job, Prices
@@ -118,7 +118,7 @@ class Expected:
     # -- who comes ---------------------------------------------------------------------------------------------------
 
     def check(self, request: AddRequest) -> bool:
-        """Whether it is let in for a deadline that can be kept. Raises `QueueFullError` where it cannot be kept, or
+        """Whether it is let in for a deadline that can be kept. Raises `TooShortError` where it cannot be kept, or
         others' that run."""
         now = self.clock()
         self._came.append(now)
@@ -126,7 +126,7 @@ class Expected:
             return False
         try:
             self._check(request, request.deadline_s)
-        except QueueFullError:
+        except TooShortError:
             if self._is_idle(0):
                 return False
             self._refused_at = now
@@ -147,7 +147,7 @@ class Expected:
         late &= self._protected(request)
         if late.any():
             ends = float(alone[late].max())
-            raise QueueFullError(f"what runs would miss its deadlines beside this; it ends in {ends:.3g} s", ends)
+            raise TooShortError(f"what runs would miss its deadlines beside this; it ends in {ends:.3g} s", ends)
 
     def seconds(self, request: AddRequest) -> float:
         """Until its end, as far as is known."""
@@ -226,7 +226,7 @@ class Expected:
 
     # -- who waits ---------------------------------------------------------------------------------------------------
 
-    def is_late(self, seq: Sequence) -> QueueFullError | None:
+    def is_late(self, seq: Sequence) -> TooShortError | None:
         """One that has not begun, and could not end in time if it did now."""
         if not self.would_be_late(seq) or seq.deadline is None:
             return None
@@ -256,6 +256,6 @@ def _had(seq: Sequence) -> int:
     return len(seq.tokens) - seq.prompt_len
 
 
-def _too_short(left: float, seconds: float) -> QueueFullError:
+def _too_short(left: float, seconds: float) -> TooShortError:
     message = f"{max(left, 0.0):.3g} s are too short: by what waits and runs, this would take {seconds:.3g} s"
-    return QueueFullError(message, seconds - left)
+    return TooShortError(message, seconds - left)

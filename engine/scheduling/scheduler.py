@@ -164,7 +164,7 @@ class Scheduler:
                 return None
             self._adapted.go_on()
         while (late := self._admission.late()) is not None:
-            self._late += self._end_with_error(late[0], str(late[1]), "queue_full", late[1].retry_after_s)
+            self._late += self._end_with_error(late[0], str(late[1]), late[1].kind, late[1].retry_after_s)
         for samples in self._adapted.take_ready():
             self._constrained.place(samples)
         while True:

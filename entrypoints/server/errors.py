@@ -21,6 +21,7 @@ from engine.errors import (
     QueueFullError,
     RequestFailedError,
     ShutDownError,
+    TooShortError,
 )
 from entrypoints.server.error_shape import ErrorBody, error_body
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
@@ -49,7 +50,8 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
         return 400, error_body(str(error), "invalid_request_error", error.field, error.code), {}
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-        return 503, error_body(str(error), "server_overloaded", None, "queue_full"), headers
+        code = "deadline_unreachable" if isinstance(error, TooShortError) else "queue_full"
+        return 503, error_body(str(error), "server_overloaded", None, code), headers
     if isinstance(error, DeadlineError):
         return 504, error_body(str(error), "timeout_error", None, "deadline_exceeded"), {}
     if isinstance(error, RateLimitedError):

@@ -14,6 +14,7 @@ from engine.errors import (
     QueueFullError,
     RequestFailedError,
     ShutDownError,
+    TooShortError,
 )
 from engine.frontend.failures import CONTROL
 from engine.observability.request_watch import RequestWatch
@@ -75,6 +76,7 @@ def _code(error: BaseException) -> str:
     if isinstance(error, InvalidRequestError):
         return error.code or "invalid_request_error"
     codes = {
+        TooShortError: "deadline_unreachable",
         QueueFullError: "queue_full",
         DeadlineError: "deadline_exceeded",
         ShutDownError: "shutting_down",

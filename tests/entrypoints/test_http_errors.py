@@ -144,7 +144,12 @@ def test_unknown_models_paths_and_methods(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "status", "code"), [("queue_full", 503, "queue_full"), ("fault", 500, "request_failed")]
+    ("kind", "status", "code"),
+    [
+        ("queue_full", 503, "queue_full"),
+        ("too_short", 503, "deadline_unreachable"),
+        ("fault", 500, "request_failed"),
+    ],
 )
 def test_what_the_core_refuses_before_the_first_token_is_a_status(
     server: Server, stream: bool, kind: str, status: int, code: str

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_front import Front, deltas
 
 from engine.core.wire import SequenceDelta
-from engine.errors import InvalidRequestError, QueueFullError, RequestFailedError
+from engine.errors import InvalidRequestError, QueueFullError, RequestFailedError, TooShortError
 from engine.frontend.output_processor import OutputProcessor
 from engine.request import Logprob, RequestOutput
 from engine.step import TokenLogprobs
@@ -180,7 +180,12 @@ def test_log_probabilities_end_where_the_stop_string_ends(front: Front) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "exception"),
-    [("queue_full", QueueFullError), ("invalid", InvalidRequestError), ("fault", RequestFailedError)],
+    [
+        ("queue_full", QueueFullError),
+        ("too_short", TooShortError),
+        ("invalid", InvalidRequestError),
+        ("fault", RequestFailedError),
+    ],
 )
 def test_one_failing_sample_fails_its_request_and_stops_its_siblings(
     front: Front, kind: str, exception: type[Exception]

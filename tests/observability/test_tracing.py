@@ -160,7 +160,13 @@ def test_long_texts_are_cut(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "code"), [("fault", "request_failed"), ("queue_full", "queue_full"), ("invalid", "invalid_request_error")]
+    ("kind", "code"),
+    [
+        ("fault", "request_failed"),
+        ("queue_full", "queue_full"),
+        ("too_short", "deadline_unreachable"),
+        ("invalid", "invalid_request_error"),
+    ],
 )
 def test_what_fails_is_an_error_without_the_text_of_its_message(server: Server, kind: str, code: str) -> None:
     server.script.refuse = (kind, f"it said {SECRET}")

@@ -122,8 +122,9 @@ def _grammar(rng: Random, searches: bool) -> str:
 class Guest:
     """One request's life, from outside."""
 
-    def __init__(self, world: Any, wish: Wish) -> None:
-        self._world, self.wish = world, wish
+    def __init__(self, world: Any, wish: Wish, request_id: str) -> None:
+        """`request_id`: another front end's guest may have the same."""
+        self._world, self.wish, self.request_id = world, wish, request_id
         self.end = "not yet"
         self.parts: dict[int, list[int]] = {}
         self._texts: dict[int, str] = {}
@@ -195,7 +196,7 @@ class Guest:
         self.asked_at, self.serving = world.loop.time(), world.serving_of(self)
         prompt = [10**6] if wish.is_invalid else wish.prompt
         admitted = await self.serving.admit_async(
-            parse_prompt(prompt), wish.params, wish.name, wish.priority, wish.salt, tenant=wish.tenant
+            parse_prompt(prompt), wish.params, self.request_id, wish.priority, wish.salt, tenant=wish.tenant
         )
         message = replace(admitted.message, grammar=wish.grammar, lora_request=adapter(wish.adapter))
         admitted = replace(admitted, message=message)
@@ -213,7 +214,7 @@ class Guest:
     def _abort(self) -> None:
         self._world.log(self.wish.name, "aborts")
         self.aborted = True
-        self.serving.abort(self.wish.name)
+        self.serving.abort(self.request_id)
 
     async def _follow(self, admitted: AdmittedRequest) -> None:
         wish, world = self.wish, self._world

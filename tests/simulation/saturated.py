@@ -47,7 +47,8 @@ class SaturatedWorld(World):
         """One guest after the other."""
         while self.loop.time() < end:
             (wish,) = draw_wishes(self.rng, "fcfs", may_kill=False, crowd=1)
-            guest = Guest(self, replace(wish, name=f"guest-{next(self._numbers)}", arrives=0.0, priority=0))
+            name = f"guest-{next(self._numbers)}"
+            guest = Guest(self, replace(wish, name=name, arrives=0.0, priority=0), name)
             self.mark(guest.wish)
             self.guests.append(guest)
             await guest.live()

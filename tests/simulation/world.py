@@ -229,7 +229,7 @@ class World:
 
     async def run(self) -> None:
         self.serve()
-        self.guests = [Guest(self, wish) for wish in self.wishes]
+        self.guests = [Guest(self, wish, str(i // self.doors.count)) for i, wish in enumerate(self.wishes)]
         lives = self._lives = [self.loop.create_task(guest.live()) for guest in self.guests]
         for _ in range(self._kills):
             self.loop.call_later(self._moment(), self._befall)
