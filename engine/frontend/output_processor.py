@@ -102,9 +102,17 @@ class _Request:
             sample_tokens=[len(s.token_ids) for s in self.samples],
             n=self.admitted.params.n,
             max_tokens=self.admitted.message.max_tokens,
-            finish_reasons=[s.finish_reason or "abort" for s in self.samples],
+            finish_reasons=[self._reason(sample) for sample in self.samples],
             pooled=self.pooled is not None,
         )
+
+    def _reason(self, sample: Sample) -> str:
+        """Where one fails none of the others is given out; "refused": there was no room, or no time."""
+        if sample.finish_reason in ("stop", "length"):
+            return sample.finish_reason
+        if self.error is None:
+            return sample.finish_reason or "abort"
+        return "refused" if isinstance(self.error, QueueFullError) else "error"
 
 
 class OutputProcessor:

@@ -32,7 +32,7 @@ from engine.observability.vllm_metrics import REPLICA, VllmMetrics
 
 _PREFIX = "pageloom_"
 _LABEL = "model_name"
-_REASONS = ("stop", "length", "abort", "error")
+_REASONS = ("stop", "length", "abort", "error", "refused")
 
 
 class Distribution(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.request import FinishReason, RequestMetrics
+from engine.request import RequestMetrics
 
 
 class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +21,7 @@ class RequestTimings(msgspec.Struct, frozen=True, kw_only=True):
     """samples asked for"""
     max_tokens: int
     """what held for each of them, within the context"""
-    finish_reasons: list[FinishReason]
+    finish_reasons: list[str]
     """one per sample"""
     pooled: bool = False
     """nothing was to be generated"""

@@ -199,6 +199,9 @@ def test_one_failing_sample_fails_its_request_and_stops_its_siblings(
     assert progress.aborts == [b]
     assert isinstance(processor.error("r"), exception)
     assert processor.process(deltas(b, [5]), 2.0).touched == []
+    timings = [*progress.finished, processor.remove("r", 2.0)[1]]
+    told = [each.finish_reasons for each in timings if each is not None]
+    assert told == [["refused" if kind in ("queue_full", "too_short") else "error"] * 2]
 
 
 def test_abort_keeps_what_was_generated_and_ignores_what_comes_later(front: Front) -> None:
