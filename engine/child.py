@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +31,12 @@ def name_process(name: str) -> None:
     """As `ps`, `top` and `pgrep` show this one: 15 bytes of it."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
+
+
+def process_age_s() -> float:
+    """Since this one was started, imports and all."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK")
 
 
 def is_stopped(pid: int) -> bool:

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.child import process_age_s
 from engine.config import EngineConfig
 from engine.core.client import CoreClient
 from engine.core.supervision import SocketDirectory
@@ -182,5 +183,6 @@ class _Server:
     async def _tell(self, url: str) -> None:
         await self._front_ends.all_serve.wait()
         name = self._front_ends.served_name
-        logger.info("ready: %s serves %s through %d API servers", url, name, self._front_ends.count)
+        count, age_s = self._front_ends.count, process_age_s()
+        logger.info("ready: %s serves %s through %d API servers; started in %.1f s", url, name, count, age_s)
         self._supervisor.ready(f"serves {name}")

@@ -29,6 +29,7 @@ import uvloop
 from fastapi import FastAPI
 
 from engine import AsyncEngine
+from engine.child import process_age_s
 from engine.errors import ConfigError, CoreDiedError, EngineError
 from engine.front_ends.client import FrontEndClient
 from entrypoints.server.app import create_app
@@ -172,7 +173,7 @@ class Server(EndingServer):
         await super().startup(sockets)
         engine, ready, keeps_kv = self._engine, self._engine.ready, self._engine.model.facts.keeps_kv
         logger.info(
-            "ready: %s serves %s; context %d tokens, %s, attention %s; started in %.1f s",
+            "ready: %s serves %s; context %d tokens, %s, attention %s; started in %.1f s, of which its core took %.1f",
             ", ".join(url_of(s, "https" if self.config.is_ssl else "http") for s in sockets or ()),
             engine.served_name,
             engine.max_model_len,
@@ -180,6 +181,7 @@ class Server(EndingServer):
             if keeps_kv
             else "an encoder: no KV cache",
             ready.attention_backend,
+            process_age_s(),
             ready.startup_seconds,
         )
         self._supervisor.ready(f"serves {engine.served_name}")
