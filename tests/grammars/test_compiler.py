@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.core.wire import Vocabulary
 from engine.errors import InvalidRequestError
 from engine.executor.team import Team
+from engine.grammars import compiler as compiling
 from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.language import grammar_of
 from engine.grammars.threads import _MOST, Threads
@@ -266,8 +267,11 @@ def test_what_nobody_has_started_is_not_dropped() -> None:
     assert TOKEN["b"] in allowed(compiler, compiler.start(other)), "compiled before the first was started"
 
 
-def test_what_outputs_have_learnt_together_may_be_used_up(compiler: GrammarCompiler) -> None:
+def test_what_outputs_have_learnt_together_may_be_used_up(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when a lexer has too many states: the position is found again in a new compilation."""
+    monkeypatch.setattr(compiling, "_MOST_RENEWAL_S", 600.0)  # however slow this machine is
     grammar = grammar_of(StructuredOutputsParams(regex="a+b"))
     compiler.begin(grammar)
     one, other = compiler.start(grammar), compiler.start(grammar)
