@@ -198,7 +198,7 @@ def test_a_look_at_the_board_is_what_its_description_says(server: Server) -> Non
         assert second["at_s"] > first["at_s"]
         assert first["engine"]["model"] == "tiny" and first["engine"]["num_blocks"] == 64
         assert first["engine"]["attention_backend"] == "scripted"
-        assert first["ended"] == {"stop": 0, "length": 3, "abort": 0, "error": 0}
+        assert first["ended"] == {"stop": 0, "length": 3, "abort": 0, "error": 0, "refused": 0}
         for name in ("first_token_s", "per_token_s", "latency_s"):
             assert sum(first[name]["counts"]) == 3
             assert len(first[name]["counts"]) == len(first[name]["bounds"]) + 1

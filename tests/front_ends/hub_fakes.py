@@ -126,6 +126,7 @@ async def together(count: int, frames: int = 65536) -> AsyncIterator[Together]:
         for client in clients:
             client.serves()
         all_of_them = Together(hub, cores, clients, running)
+        await all_of_them.until(lambda: sum(each.serves for each in hub._front_ends.values()) == count)
         try:
             yield all_of_them
         finally:
