@@ -37,7 +37,7 @@ from engine.front_ends.wire import (
     ToHub,
 )
 
-ANSWER_S = 5.0
+ANSWER_S = 8.0
 """how long an answer of the others is waited for, after which there is an error"""
 _GONE = "the process that has the cores has ended"
 

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 """how often front ends learn what they are not told with their outputs: counts of a core that has nothing for them,
 and whether it makes progress"""
-ANSWER_S = 2.0
+ANSWER_S = 5.0
 """for front ends to say what another one asks"""
 _MOST_ORDERS = 16
 """that are carried out one by one"""

@@ -49,7 +49,7 @@ def serving(*arguments: str, start_timeout_s: float = 180.0) -> Iterator[str]:
 
 def metric(base: str, name: str) -> float:
     """The value of an unlabelled or model-labelled metric."""
-    text = httpx.get(f"{base}/metrics", timeout=5).text
+    text = httpx.get(f"{base}/metrics", timeout=60).text
     found = re.search(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
     assert found, f"no metric {name} in:\n{text}"
     return float(found.group(1))

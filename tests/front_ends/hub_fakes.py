@@ -84,7 +84,7 @@ class Together:
         return {delta.request_id: delta for delta in deltas if delta.finish_reason is not None}
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
 

@@ -91,7 +91,7 @@ def served(model: Path, *options: str, meanwhile: Callable[[Server], None] = lam
         process.wait()
 
 
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
+def until(condition: Callable[[], object], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

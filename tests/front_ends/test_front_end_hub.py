@@ -26,13 +26,14 @@ from engine.core.wire import (
     Vocabulary,
 )
 from engine.errors import ConfigError, CoreDiedError, QueueFullError
+from engine.front_ends import client as client_module
 from engine.front_ends import hub as hub_module
 from engine.front_ends.wire import Order
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             await main()
 
     asyncio.run(bounded())
@@ -226,7 +227,7 @@ def test_orders_are_carried_out_one_by_one_and_too_many_are_refused() -> None:
 
             def obey(order: Order) -> None:
                 begun.append(order.what)
-                may_end.wait(20)
+                may_end.wait(100)
                 if order.replicas == 3:
                     raise ConfigError("three are too many")
 
@@ -248,7 +249,7 @@ def test_whoever_waits_for_an_order_learns_that_nobody_carries_it_out_any_more()
     async def main() -> None:
         async with together(1) as one:
             may_end = threading.Event()
-            one.hub._obey = lambda order: may_end.wait(20)  # type: ignore[method-assign,assignment]
+            one.hub._obey = lambda order: may_end.wait(100)  # type: ignore[method-assign,assignment]
             asleep = asyncio.create_task(asyncio.to_thread(one.clients[0].sleep))
             await one.until(lambda: bool(one.hub._orders))
             one.cores.says.put_nowait(CoreDiedError("killed"))
@@ -262,7 +263,8 @@ def test_whoever_waits_for_an_order_learns_that_nobody_carries_it_out_any_more()
 def test_one_that_does_not_answer_is_said_and_what_one_that_has_gone_has_said_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hub_module, "ANSWER_S", 0.3)
+    monkeypatch.setattr(hub_module, "ANSWER_S", 60.0)
+    monkeypatch.setattr(client_module, "ANSWER_S", 60.0)
 
     async def main() -> None:
         async with together(3) as three:
@@ -273,6 +275,7 @@ def test_one_that_does_not_answer_is_said_and_what_one_that_has_gone_has_said_co
             told = await three.clients[0].ask("count")
             assert (sorted(told.texts), told.gone) == ([b"0", b"1"], [b"2"])
             three._tasks[1].cancel()  # it does not receive
+            monkeypatch.setattr(hub_module, "ANSWER_S", 0.3)
             with pytest.raises(TimeoutError, match="1 front ends do not answer"):
                 await three.clients[0].ask("count")
 
