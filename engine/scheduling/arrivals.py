@@ -57,7 +57,8 @@ class Arrivals:
         self._adapted.check(request.lora_request)
         waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
         if waiting and waiting + new > self._config.max_waiting and not request.accepted:
-            raise QueueFullError(f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})")
+            full = f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})"
+            raise QueueFullError(full, self._expected.when_room(request))
         promised = self._expected.check(request)
         start = None if request.grammar is None else self._constrained.start(request.grammar)
         if request.pin is not None:

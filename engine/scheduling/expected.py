@@ -16,6 +16,7 @@ from engine.request import Tenant
 from engine.scheduling.answers import Answers, RunningMean
 from engine.scheduling.forecast import Forecast, Job, Prices
 from engine.scheduling.holdings import Holdings
+from engine.scheduling.return_times import ReturnTimes
 from engine.scheduling.sequence import Sequence
 from engine.step import Rows
 from engine.step_costs import StepCosts
@@ -66,6 +67,7 @@ class Expected:
         """when the last ones did"""
         self._kept = self._missed = 0
         """deadlines of those that came since"""
+        self._returns = ReturnTimes()
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -124,17 +126,23 @@ class Expected:
         self._came.append(now)
         if request.deadline_s is None:
             return False
+        job, forecast = self._job(request), self._forecast(request)
         try:
-            self._check(request, request.deadline_s)
-        except TooShortError:
+            self._check(request, request.deadline_s, job, forecast)
+        except TooShortError as error:
             if self._is_idle(0):
                 return False
             self._refused_at = now
+            error.retry_after_s = self._returns.take(now, error.retry_after_s, forecast.takes_s(job))
             raise
         return True
 
-    def _check(self, request: AddRequest, deadline_s: float) -> None:
-        job, forecast = self._job(request), self._forecast(request)
+    def when_room(self, request: AddRequest) -> float:
+        """Seconds until one is to ask again for whom there is no place among those that wait."""
+        each_s = self._forecast(request).takes_s(self._job(request))
+        return self._returns.take(self.clock(), each_s, each_s)
+
+    def _check(self, request: AddRequest, deadline_s: float, job: Job, forecast: Forecast) -> None:
         seconds = self._margin * forecast.seconds(job)
         if seconds > deadline_s:
             raise _too_short(deadline_s, seconds)
@@ -231,7 +239,10 @@ class Expected:
         if not self.would_be_late(seq) or seq.deadline is None:
             return None
         self._learn(seq, False)
-        return _too_short(seq.deadline - self.clock(), self._service_s(seq))
+        now, seconds = self.clock(), self._service_s(seq)
+        error = _too_short(seq.deadline - now, seconds)
+        error.retry_after_s = self._returns.take(now, error.retry_after_s, seconds / max(len(self._running), 1))
+        return error
 
     def would_be_late(self, seq: Sequence) -> bool:
         """As `is_late`; nothing follows from it."""

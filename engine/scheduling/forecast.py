@@ -76,6 +76,12 @@ class Forecast:
         own = job.prompt_tokens * self.prices.prompt_token_s
         return (starts + job.steps) * self._beside(job) + self._prompts_s() + own
 
+    def takes_s(self, job: Job) -> float:
+        """Of the time of a server that runs as many as now."""
+        rows, prices = max(min(self.running + self.waiting, self.rows), 1), self.prices
+        row_s = prices.step_s / rows + prices.row_s
+        return job.rows * job.steps * row_s + job.prompt_tokens * prices.prompt_token_s
+
     def running_s(self, steps: np.ndarray) -> np.ndarray:
         """Until those that run have ended that have so many steps to go, float64."""
         seconds: np.ndarray = steps * self.step_s(min(self.running + self.waiting, self.rows)) + self._prompts_s()

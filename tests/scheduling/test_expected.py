@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from msgspec.structs import replace as changed
@@ -56,7 +59,7 @@ class Server:
         for turn in range(400):
             num = 1 + turn % 8
             costs.observe(Rows(np.ones((5, num), dtype=np.int32)), 0, STEP_S + ROW_S * num)
-        costs.prompt_token_s = PROMPT_S
+        costs.prompt_token_s, self._sums = PROMPT_S, costs._sums
         for index in range(400):
             most = 10 + 37 * (index % 11)
             self.expected.answers.ended("", most, most, by_itself=True)
@@ -68,7 +71,7 @@ class Server:
         for _ in range(count):
             self.loop.turn()
         costs = self.scheduler._costs
-        costs._decodes_s, costs.prompt_token_s = STEP_S, PROMPT_S
+        costs._decodes_s, costs.prompt_token_s, costs._sums = STEP_S, PROMPT_S, self._sums
 
 
 def test_it_is_told_how_long_its_steps_take_beside_those_that_run() -> None:
@@ -343,3 +346,45 @@ def test_where_few_come_a_minute_is_long_enough() -> None:
         server.now += 3.2
         _learn(server, True)
     assert server.expected._margin == pytest.approx(max(2.0 * 0.9**10, 1.0))
+
+
+def _tries(server: Server, clients: int, told: Callable[[float], float]) -> list[int]:
+    """How often each has to ask that comes at once with all others, and then when it was told to (at a second's
+    border, as `Retry-After` has it), in order of their ends."""
+    coming = [(server.now, index, 1) for index in range(clients)]
+    live: dict[str, int] = {}
+    tries: list[int] = []
+    while coming or live:
+        coming.sort()
+        while coming and coming[0][0] <= server.now:
+            _, index, asked = coming.pop(0)
+            assert asked < 50
+            try:
+                server.add(_request(f"c{index}", 100, deadline_s=6.0))
+            except QueueFullError as error:
+                coming.append((server.now + told(error.retry_after_s), index, asked + 1))
+            else:
+                live[f"c{index}"] = asked
+        if live:
+            server.turns(1)
+            server.now += STEP_S + ROW_S * len(server.scheduler._running)
+            for name in [name for name in live if server.loop.ends[name]]:
+                end, asked = server.loop.ends.pop(name)[0], live.pop(name)
+                if end.finish_reason == "length":
+                    tries.append(asked)
+                else:
+                    coming.append((server.now + told(end.retry_after_s), int(name[1:]), asked + 1))
+        else:
+            server.now = coming[0][0]
+    return tries
+
+
+@pytest.mark.parametrize(("clients", "most"), [(60, 3), (200, 5)])
+def test_those_that_are_refused_at_once_do_not_come_again_at_once(clients: int, most: int) -> None:
+    """Were all told the same, 60 would ask 1,200 times, and one of them 41 times."""
+    server = Server(rows=16)
+    tries = _tries(server, clients, lambda seconds: math.ceil(max(seconds, 1)))
+    assert len(tries) == clients
+    assert max(tries) <= most and sum(tries) <= 3 * clients, tries
+    took = server.now - 1000.0  # eight at a time are in time
+    assert took < 1.3 * clients * (100 * (ROW_S + STEP_S / 8) + 4 * PROMPT_S), took
