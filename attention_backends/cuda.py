@@ -51,6 +51,7 @@ class CudaBackend(AttentionBackend):
         self._multiprocessors = multiprocessors
         self._spec: AttentionSpec | None = None
         self._ready: _Ready | None = None
+        self._invariant = False
 
     @classmethod
     def capabilities(cls) -> Capabilities:
@@ -65,6 +66,7 @@ class CudaBackend(AttentionBackend):
             sinks=True,
             chunk=True,
             latent=True,
+            invariant=True,
             capture_safe=True,
         )
 
@@ -80,6 +82,7 @@ class CudaBackend(AttentionBackend):
         return None
 
     def bind(self, spec: AttentionSpec) -> None:
+        self._invariant = spec.invariant
         self._spec = replace(spec, head_dims=spec.head_dims or (_ANY_HEAD_DIM,))
         if self._given is not None:
             self._ready = _Ready(dict.fromkeys(self._spec.head_dims, self._given), spec.device, self._multiprocessors)
@@ -132,7 +135,8 @@ class CudaBackend(AttentionBackend):
     def workspace_bytes(self, max_num_seqs: int, layers: Sequence[AttentionLayer], num_groups: int = 1) -> int:
         """Groups share it: what a launch leaves there the next one of the stream does not need."""
         plain, processors = [layer for layer in layers if layer.latent is None], self._prepared().multiprocessors
-        return workspace_bytes(max_num_seqs, plain, processors) + cuda_latents.workspace_bytes(layers, processors)
+        parts = 0 if self._invariant else workspace_bytes(max_num_seqs, plain, processors)
+        return parts + cuda_latents.workspace_bytes(layers, processors)
 
     def build_metadata(self, batch: AttentionBatch) -> CudaMetadata:
         return CudaMetadata(batch)
@@ -158,7 +162,7 @@ class CudaBackend(AttentionBackend):
         key = (window, layer.num_heads, layer.num_kv_heads, layer.head_dim)
         plan = metadata.plans.get(key)
         if plan is None:
-            plan = plan_layer(batch, layer, q.shape[2], ready.multiprocessors, ready.workspace)
+            plan = plan_layer(batch, layer, q.shape[2], ready.multiprocessors, ready.workspace, self._invariant)
             metadata.plans[key] = plan
         launchers = ready.of(layer.head_dim)
         ready.make_schedules(plan, batch, launchers, kv_cache.data_ptr(), window)

@@ -45,14 +45,25 @@ class Split:
     prefill_tokens: int
 
 
-def split_batch(batch: AttentionBatch, group: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> Split:
+def split_batch(
+    batch: AttentionBatch,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    multiprocessors: int,
+    invariant: bool = False,
+) -> Split:
     """`group`: query heads per KV head.
 
     The rule for short queries (speculative verification, the tail of a chunked prompt): the sequences that follow the
     decodes, as long as query_len * group <= MAX_DECODE_ROWS and the context is SHORT_MIN_CONTEXT or more. They read
     much and compute little, and a prefill tile would read a whole context in one block. Never in a graph batch, whose
     work may not depend on lengths.
+
+    `invariant`: all are prefills, of which a row's sums are cut by the positions of its keys alone.
     """
+    if invariant:
+        return Split(0, 0, 0, batch.num_seqs, batch.num_tokens)
     if batch.graph_size is not None or (batch.max_query_len <= 1 and 0 not in batch.query_lens_host):
         return Split(batch.num_seqs, 0, 0, 0, 0)
     first = end = batch.num_decodes
@@ -180,11 +191,16 @@ class LayerPlan:
 
 
 def plan_layer(
-    batch: AttentionBatch, layer: AttentionLayer, head_dim: int, multiprocessors: int, workspace: Workspace
+    batch: AttentionBatch,
+    layer: AttentionLayer,
+    head_dim: int,
+    multiprocessors: int,
+    workspace: Workspace,
+    invariant: bool = False,
 ) -> LayerPlan:
     """The launches of one step for layers like `layer`. Allocates scratch on first use of a size, nothing later."""
     group = layer.num_heads // layer.num_kv_heads
-    split = split_batch(batch, group, layer.num_kv_heads, head_dim, multiprocessors)
+    split = split_batch(batch, group, layer.num_kv_heads, head_dim, multiprocessors, invariant)
     parts = []
     for role, first, count, query_len in (
         ("decode", 0, split.num_decodes, 1),

@@ -47,8 +47,8 @@ def inductor_directories(kernels: Path, headers: Path) -> Iterator[None]:
             setattr(codecache, name, value)
 
 
-def inductor_options(debug_asserts: bool, device_type: str) -> dict[str, object]:
-    """Settings under which pieces are compiled; part of the key."""
+def inductor_options(debug_asserts: bool, device_type: str, invariant: bool = False) -> dict[str, object]:
+    """Settings under which pieces are compiled; part of the key. `invariant`: as of `CompileSettings`."""
     options: dict[str, object] = {
         "size_asserts": debug_asserts,
         "alignment_asserts": debug_asserts,
@@ -71,6 +71,11 @@ def inductor_options(debug_asserts: bool, device_type: str) -> dict[str, object]
             # Makes `residual + linear(x)` an addmm, which copies the residual and then adds to the copy; left alone,
             # the addition costs nothing, because it is fused into the normalisation that follows.
             "pattern_matcher": False,
+        }
+    if invariant and device_type == "cuda":
+        # How a reduction is cut is not chosen by timing, nor by a number of rows.
+        options |= {
+            name: True for name in ("deterministic", "batch_invariant") if hasattr(torch._inductor.config, name)
         }
     return options
 

@@ -43,6 +43,8 @@ class CompileSettings:
     """keep Inductor's size asserts (tests)"""
     largest_size: int | None = None
     """the most tokens that a call will bring: code for a bounded number is better; None: any number"""
+    invariant: bool = False
+    """a token's bits depend neither on how many there are nor on what was timed when a piece was compiled"""
 
 
 @dataclass(frozen=True)

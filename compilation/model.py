@@ -103,7 +103,7 @@ class _Builder:
         self.compiled = 0
         self._stop = stop
         self._store = store
-        self._options = inductor_options(settings.debug_asserts, device.type)
+        self._options = inductor_options(settings.debug_asserts, device.type, settings.invariant)
         self._bound = None if settings.largest_size is None else _bound(settings.largest_size)
         self._toolchain = toolchain_directory(store.root) if device.type == "cpu" else None
         self._environment = {**environment_material(device, self._options), "bound": str(self._bound)}

@@ -152,14 +152,21 @@ def graphs_of(args: EngineArgs, kind: Kind) -> GraphMode:
 
 def batch_invariant_of(args: EngineArgs, kind: Kind, dtype: str) -> bool:
     """Raises `ConfigError` where sums are cut by the batch."""
-    if args.batch_invariant and kind != "cpu":
-        raise ConfigError("batch_invariant needs device='cpu': a GPU's kernels cut sums by the batch; leave it out")
-    if args.batch_invariant and dtype != "bfloat16":
+    if not args.batch_invariant:
+        return False
+    if dtype != "bfloat16" and (kind == "cpu" or dtype != "float16"):
         raise ConfigError(
             f"batch_invariant needs dtype='bfloat16', whose products are the engine's own; got {dtype!r}, and the "
             "library cuts sums by the batch"
         )
-    return args.batch_invariant
+    if kind == "cuda" and args.compile == "none":
+        raise ConfigError("batch_invariant on a GPU needs compile='pieces': the library's norms cut sums by the batch")
+    if kind == "cuda" and (args.tensor_parallel_size > 1 or args.enable_expert_parallel):
+        raise ConfigError(
+            "batch_invariant on GPUs needs tensor_parallel_size=1 and no expert parallelism: NCCL adds the ranks' sums "
+            "in an order that depends on their size"
+        )
+    return True
 
 
 def debug_sync_of(args: EngineArgs, kind: Kind) -> bool:

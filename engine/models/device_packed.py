@@ -17,7 +17,7 @@ from engine.models.spec import Activation
 
 _library = torch.library.Library("pageloom", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
 _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    "stored_linear(Tensor x, Tensor levels, Tensor? scales, Tensor? bias, int format) -> Tensor",
+    "stored_linear(Tensor x, Tensor levels, Tensor? scales, Tensor? bias, int format, bool fixed) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -27,10 +27,15 @@ _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def linear_on_cuda(
-    x: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, format: int
+    x: torch.Tensor,
+    levels: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    format: int,
+    fixed: bool,
 ) -> torch.Tensor:
     """The operator on CUDA tensors."""
-    return device_kernels().linear(x, Matrix(levels, scales, format), bias)
+    return device_kernels().linear(x, Matrix(levels, scales, format), bias, fixed)
 
 
 def lines_on_cuda(
@@ -64,6 +69,8 @@ class StoredLinear(nn.Module):
     levels: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    fixed: bool
+    """a row's bits do not depend on how many there are"""
 
     def __init__(
         self,
@@ -77,12 +84,13 @@ class StoredLinear(nn.Module):
         self.register_buffer("scales", matrix.scales)
         self.register_buffer("bias", bias)
         self.format, self.activation, self.gated = matrix.format, activation, gated
+        self.fixed = False
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [tokens, k]: `norm` is applied to it first; `residual` [tokens, outputs] is added to the result."""
         if norm is not None:
             x = norm(x)
-        y = torch.ops.pageloom.stored_linear(x, self.levels, self.scales, self.bias, self.format)
+        y = torch.ops.pageloom.stored_linear(x, self.levels, self.scales, self.bias, self.format, self.fixed)
         return finished(y, self.activation, self.gated, residual)
 
 
@@ -116,6 +124,8 @@ class StoredExperts(nn.Module):
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     places: torch.Tensor | None
+    fixed: bool
+    """as of `StoredLinear`"""
 
     def __init__(
         self,
@@ -132,6 +142,7 @@ class StoredExperts(nn.Module):
             self.register_buffer(f"{name}_bias", bias)
         self.register_buffer("places", places)
         self.formats, self.gate = (gate_up.format, down.format), gate
+        self.fixed = False
 
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None = None
@@ -141,4 +152,5 @@ class StoredExperts(nn.Module):
         gate_up = Matrix(self.gate_up, self.gate_up_scales, self.formats[0])
         down = Matrix(self.down, self.down_scales, self.formats[1])
         own = ids if self.places is None else self.places[ids]
-        return mixture(x, own, factors, gate_up, down, (self.gate_up_bias, self.down_bias), residual, self.gate)
+        biases = (self.gate_up_bias, self.down_bias)
+        return mixture(x, own, factors, gate_up, down, biases, residual, self.gate, self.fixed)

@@ -22,7 +22,7 @@ _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
 _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
     "experts(Tensor x, Tensor ids, Tensor factors, Tensor gate_up, Tensor? gate_up_scales, int gate_up_format, "
     "Tensor? gate_up_bias, Tensor down, Tensor? down_scales, int down_format, Tensor? down_bias, Tensor? residual, "
-    "int gate, float limit, float alpha) -> Tensor",
+    "int gate, float limit, float alpha, bool fixed) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
 )
 _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -72,11 +72,12 @@ def experts_on_cuda(
     gate: int,
     limit: float,
     alpha: float,
+    fixed: bool,
 ) -> torch.Tensor:
     """See `mixture`."""
     matrices = Matrix(gate_up, gate_up_scales, gate_up_format), Matrix(down, down_scales, down_format)
     biases, kernels = (gate_up_bias, down_bias), device_kernels()
-    return kernels.experts(x, ids, factors, matrices, biases, residual, Gate(gate, limit, alpha))
+    return kernels.experts(x, ids, factors, matrices, biases, residual, Gate(gate, limit, alpha), fixed)
 
 
 def route_on_cuda(
@@ -136,10 +137,11 @@ def mixture(
     biases: tuple[torch.Tensor | None, torch.Tensor | None],
     residual: torch.Tensor | None,
     gate: Gate,
+    fixed: bool = False,
 ) -> torch.Tensor:
     """On CUDA tensors: what `engine.models.experts.Experts` computes, with matrices of any format; biases [experts,
     2 * inner] and [experts, hidden]. ids lie within the experts, as a router returns them, or are -1: then they add
-    nothing. Nobody looks again."""
+    nothing. Nobody looks again. `fixed`: a token's bits do not depend on how many there are."""
     y: torch.Tensor = torch.ops.pageloom.experts(
         x,
         ids,
@@ -156,6 +158,7 @@ def mixture(
         gate.kind,
         gate.limit,
         gate.alpha,
+        fixed,
     )
     return y
 

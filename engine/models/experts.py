@@ -132,12 +132,15 @@ class Experts(nn.Module):
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     places: torch.Tensor | None
+    fixed: bool
+    """on CUDA: a token's bits do not depend on how many there are"""
 
     def __init__(self, spec: ExpertsSpec, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         count, inner = spec.held, spec.inner_size
         self.count, self.activation, self.gated = count, spec.activation, spec.gated
         self._gate = self.kernel_gate if device.type == "cuda" else None
+        self.fixed = False
         self.gate_up = parameter((count, spec.first_size, hidden), dtype, device)
         self.down = parameter((count, hidden, inner), dtype, device)
         self.gate_up_bias = parameter((count, spec.first_size), dtype, device) if spec.bias else None
@@ -158,7 +161,7 @@ class Experts(nn.Module):
         if self._gate is not None:
             gate_up, down = (Matrix(each, None, DENSE) for each in (self.gate_up, self.down))
             biases = (self.gate_up_bias, self.down_bias)
-            return mixture(x, ids, factors, gate_up, down, biases, residual, self._gate)
+            return mixture(x, ids, factors, gate_up, down, biases, residual, self._gate, self.fixed)
         top_k, flat = ids.size(1), ids.flatten()
         inner = expert_linear(x.repeat_interleave(top_k, dim=0), flat, self.gate_up, self.gate_up_bias)
         out = expert_linear(self._activated(inner), flat, self.down, self.down_bias)

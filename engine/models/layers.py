@@ -156,7 +156,7 @@ class Linear(nn.Module):
     keeps_bits: bool
     """no quantisation of ours takes bits of its weights: there are few, and what they decide is all or nothing"""
     choice: int
-    """who computes few rows, as `engine.models.linear_choice` finds; 0: the library, always"""
+    """who computes few rows, as `engine.models.linear_choice` finds; 0: the library, always; or `FIXED`"""
 
     def __init__(
         self,

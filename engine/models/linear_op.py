@@ -6,7 +6,8 @@ the compiler sees one opaque call, inside a piece, and the same one in every lay
 surrounds it is fused among itself. Registered without `custom_op`'s wrappers, which cost more than the launch: a call
 costs the host 2 to 3 µs more than the library's alone, in steps that are not captured.
 
-The choice is an argument, so that it needs no state: an integer made by `engine.models.kernels.encode`.
+The choice is an argument, so that it needs no state: an integer made by `engine.models.kernels.encode`, or `FIXED`: a
+row's bits do not depend on how many there are (`engine.models.product_kernels`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear as _library_linear
 
+from engine.models import product_kernels
 from engine.models.kernels import MAX_ROWS, decode, device_kernels
+from engine.models.product_kernels import DENSE, Matrix
 
 LINEAR_OP = "pageloom::linear"
+FIXED = -1
 
 _library = torch.library.Library("pageloom", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
 _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -28,6 +32,8 @@ _library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
 def on_cuda(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: int) -> torch.Tensor:
     """The operator's implementation for CUDA tensors."""
     rows = x.shape[0]
+    if choice == FIXED:
+        return product_kernels.device_kernels().linear(x, Matrix(weight, None, DENSE), bias, fixed=True)
     if rows <= MAX_ROWS:
         plan = decode(choice)[rows]
         if plan is not None:
@@ -50,6 +56,6 @@ torch.library.register_fake(LINEAR_OP, _shape, lib=_library)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: int) -> torch.Tensor:
-    """x [rows, k], weight [n, k], bias [n] or None → [rows, n] in x's dtype; `choice` as `encode` makes it."""
+    """x [rows, k], weight [n, k], bias [n] or None → [rows, n] in x's dtype; `choice`: `FIXED`, or from `encode`."""
     y: torch.Tensor = torch.ops.pageloom.linear(x, weight, bias, choice)
     return y

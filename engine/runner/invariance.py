@@ -1,15 +1,18 @@
-"""Whether the rows of a model have bits of their own: `batch_invariant` promises it, and refuses where it cannot."""
+"""Whether the rows of a model have bits of their own: `batch_invariant` promises it, and refuses where it cannot. On a
+CPU the packed layers have them anyway; on a GPU layers are told to (`fix_sums`)."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from engine.adapters.linear import AdaptedLinear
+from engine.adapters.linear import Adapted, AdaptedLinear
 from engine.cpu_kernels.formats import Format
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
+from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts
 from engine.models.layers import Linear
+from engine.models.linear_op import FIXED
 from engine.models.packed import PackedLinear
 from engine.weights.packing import Packer
 
@@ -18,16 +21,38 @@ _WHOLE_ROWS = (Format.BFLOAT16, Format.INT8, Format.FLOAT8, Format.FLOAT8_BLOCK,
 int8"""
 
 
+def fix_sums(model: nn.Module) -> None:
+    """Have a GPU's products compute each row by one tile, whatever the number of rows. Raises `ConfigError` for a layer
+    whose sums are the library's, or cut by the batch."""
+    decoder = _check_native(model)
+    if decoder.mixing:
+        raise ConfigError("batch_invariant on a GPU: states are computed in chunks of the step, in another order")
+    if decoder.latents:
+        raise ConfigError("batch_invariant on a GPU: attention to latents is cut by the batch; leave it out")
+    for name, module in decoder.named_modules():
+        if isinstance(module, Linear):
+            module.choice = FIXED
+        elif isinstance(module, StoredLinear | StoredExperts) or (isinstance(module, Experts) and module.kernel_gate):
+            module.fixed = True
+        elif isinstance(module, nn.Linear | Experts | Adapted):
+            raise ConfigError(f"batch_invariant: {name} is computed by the library, which cuts sums by the batch")
+
+
+def _check_native(model: nn.Module) -> Decoder:
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            "batch_invariant needs a model that runs natively: the library's modules cut sums by the batch"
+        )
+    return model
+
+
 def check_invariant(model: nn.Module, packer: object) -> None:
     """Raises `ConfigError` for a layer whose products are the library's, which cuts sums by the number of rows, or are
     computed in two ways by it."""
     if not isinstance(packer, Packer):
         raise ConfigError("batch_invariant needs the engine's own products, and their kernels cannot be built here")
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            "batch_invariant needs a model that runs natively: the library's modules cut sums by the batch"
-        )
-    if not all(layer.is_native for layer in model.mixing):
+    decoder = _check_native(model)
+    if not all(layer.is_native for layer in decoder.mixing):
         raise ConfigError("batch_invariant: states of these sizes have no kernel, and are computed 64 tokens at a time")
     by_tiles = "amx" in packer.ops.isas
     for name, module in model.named_modules():

@@ -113,8 +113,8 @@ class ModelRunner:
         self._runs_modules = threading.RLock()
         """held by steps, and by traces in another thread that change what modules do meanwhile"""
         self._counts = False  # whether compilations since the counter's mark are ones that should not have been
-        serves_meanwhile = self._dispatcher.mode == "none" and parts.group is None and not config.device.batch_invariant
-        self._compiles_behind = serves_meanwhile and config.compile.mode == "pieces"
+        self._is_invariant, alone = config.device.batch_invariant, self._dispatcher.mode == "none" and not parts.group
+        self._compiles_behind = alone and not self._is_invariant and config.compile.mode == "pieces"
         if self._dispatcher.mode != "none" and capturer is None and device.type != "cuda":
             raise ConfigError(f"graphs={config.compile.graphs!r} needs device='cuda'; set graphs='none'")
         kept = self._table.size_bytes + self._batches.size_bytes + self._sampler.max_workspace_bytes
@@ -352,7 +352,7 @@ class ModelRunner:
         twin = copy.copy(compilable(self._model))
         mark(cast(CausalModel, twin), self._attention)
         cache_dir, largest = Path(self._config.compile.cache_dir), self._config.scheduler.max_num_batched_tokens
-        settings = CompileSettings(mode="pieces", cache_dir=cache_dir, largest_size=largest)
+        settings = CompileSettings("pieces", cache_dir, largest_size=largest, invariant=self._is_invariant)
         alone = nullcontext() if self._group is None else self._group.alone()
         bound = bound_ops(self._attention, self._exchange)
         with torch.inference_mode(), inductor_lock, traces_hold(self._runs_modules), alone:

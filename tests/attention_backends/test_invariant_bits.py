@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_backends.cpu import ISAS, CpuBackend, Isa
-from attention_backends.interface import AttentionBatch, AttentionLayer, AttentionSpec
+from attention_backends.interface import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
 
 VECTOR_ISAS = [isa for isa in ISAS[1:] if isa != "amx"]
 KV_DTYPES = {
@@ -61,10 +61,10 @@ class Sequences:
         heads = KV_HEADS * self.group
         return AttentionLayer(heads, KV_HEADS, self.dim, self.dim**-0.5, shares=0, **self.layer_options)  # type: ignore[arg-type]
 
-    def outputs(self, backend: CpuBackend, cuts: Sequence[int], beside: int) -> torch.Tensor:
+    def outputs(self, backend: AttentionBackend, cuts: Sequence[int], beside: int) -> torch.Tensor:
         """[queries, heads, dim] of the first sequence, whose queries are cut at `cuts` into steps, `beside` so many
         others that decode."""
-        dtype = torch.bfloat16 if self.kv_dtype == torch.int8 else self.kv_dtype
+        dtype = torch.bfloat16 if self.kv_dtype.itemsize == 1 else self.kv_dtype
         torch.manual_seed(self.seed)
         tables, blocks = self._tables()
         k, v = (torch.randn(blocks * self.block_size, KV_HEADS, self.dim).to(dtype) for _ in range(2))

@@ -134,6 +134,15 @@ def test_compiled_and_with_an_int8_cache(path_of: Callable[[str], Path]) -> None
     assert not stats.compiling and not stats.compile_failed and stats.compiles_after_ready == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_on_a_gpu(tmp_path: Path, quantization: str) -> None:
+    """As on a CPU, by graphs and compiled pieces."""
+    AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "head_dim": 64})).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    assert_invariant(tmp_path, device="cuda", compile="pieces", quantization=quantization)
+
+
 def test_what_would_depend_on_others_is_refused(path_of: Callable[[str], Path], tmp_path: Path) -> None:
     path = path_of("llama")
     with pytest.raises(ConfigError, match=r"batch_invariant needs dtype='bfloat16'.*float32"):

@@ -48,8 +48,12 @@ QUICK = [
     "latents, with drafts",
     "packed",
     "experts of the library",
+    "invariant",
+    "not invariant",
 ]
 EXHAUSTIVE = [
+    "invariant, with drafts",
+    "invariant, experts",
     "mixed equals the CPU, with eagle3",
     "states: no hidden wait",
     "latents",

@@ -22,7 +22,17 @@ sys.path[:0] = [str(Path(__file__).parent), str(TESTS), *(str(TESTS / room) for 
 import torch  # noqa: E402 - the path comes first
 from pretend_choices import chosen_by_itself, compiled, prepare  # noqa: E402
 from pretend_gpu import pretend_gpu  # noqa: E402
-from pretend_products import chunks, experts, latents, latents_by_the_oracle, library_experts, packed  # noqa: E402
+from pretend_products import (  # noqa: E402
+    chunks,
+    experts,
+    invariant,
+    invariant_experts,
+    latents,
+    latents_by_the_oracle,
+    library_experts,
+    not_invariant,
+    packed,
+)
 from pretend_workloads import (  # noqa: E402
     GREEDY,
     HALF_TIE_NATS,
@@ -338,6 +348,10 @@ CASES: dict[str, Case] = {
     "latents, with drafts": partial(latents, **DRAFTS),
     "latents by the oracle": latents_by_the_oracle,
     "packed": packed,
+    "invariant": invariant,
+    "invariant, with drafts": partial(invariant, **DRAFTS),
+    "invariant, experts": invariant_experts,
+    "not invariant": not_invariant,
     "experts of the library": library_experts,
     "prepare": prepare,
     "chosen by itself": chosen_by_itself,

@@ -21,6 +21,8 @@ from pretend_workloads import (
     tokens,
 )
 
+from engine import SamplingParams
+from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.description import describe
 from engine.weights.device_packing import DevicePacker
@@ -80,6 +82,55 @@ def latents_by_the_oracle(folder: Path, oracles: Oracles) -> None:
         with loaded(folder, device="cuda", **options) as llm:
             assert tokens(generate(llm, PROMPTS, GREEDY)) == tokens(oracle)
         check_closed(machine)
+
+
+def invariant(folder: Path, oracles: Oracles, **changes: Any) -> None:
+    """Answers to the bit, log-probabilities too, alone by graphs, and together with their own ends, whose keys are
+    computed as a prompt then."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=20)
+
+    def serve(batches: list[list[list[int]]], **settings: Any) -> list[list[Any]]:
+        options = {"max_num_batched_tokens": 72, "graphs": "both", "batch_invariant": True, **settings}
+        with pretend_gpu(inductor=False) as machine:
+            with loaded(folder, device="cuda", attention_backend="cuda", compile="pieces", **options) as llm:
+                outputs = [output for batch in batches for output in generate(llm, batch, params)]
+                check_graphs(machine, llm, options["graphs"])
+            check_closed(machine)
+        answers = [output.outputs[0] for output in outputs]
+        return [
+            list(zip(one.token_ids, [sorted(each.items()) for each in one.logprobs], strict=True)) for one in answers
+        ]
+
+    prompts = [PROMPTS[2], PROMPTS[4]]
+    alone = serve([[prompt] for prompt in prompts])
+    cut = [prompt + [token for token, _ in answer[:3]] for prompt, answer in zip(prompts, alone, strict=True)]
+    found = serve([prompts + cut], **changes)
+    assert found[:2] == alone
+    for again, answer in zip(found[2:], alone, strict=True):
+        assert again[:3] == answer[3:]
+
+
+def invariant_experts(folder: Path, oracles: Oracles) -> None:
+    invariant(folder / "experts", oracles, graphs="none", max_num_batched_tokens=16)
+
+
+def not_invariant(folder: Path, oracles: Oracles) -> None:
+    """What cannot keep the promise is refused by name."""
+    for name, settings, message in (
+        ("", {"compile": "none"}, "compile='pieces'"),
+        ("", {"compile": "pieces", "dtype": "float32"}, "dtype='bfloat16'"),
+        ("", {"compile": "pieces", "attention_backend": "flashinfer"}, "do not depend on the batch"),
+        ("states", {"compile": "pieces"}, "states are computed in chunks"),
+        ("latents", {"compile": "pieces"}, "attention to latents"),
+    ):
+        with pretend_gpu(inductor=False):
+            try:
+                with loaded(folder / name, device="cuda", batch_invariant=True, **settings):
+                    pass
+            except ConfigError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError(f"{name} {settings} is not refused")
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, layer_index: int) -> None:

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(P::WARPS * WARP, P::BLOCKS) prefill_kernel(Pre
   const int warp_row = static_cast<int>(threadIdx.x) / WARP * P::WARP_ROWS;
   const Sight sight{P::SIGHT_AT + warp_row * 4, window};
   Sight::prepare<P::ROWS, P::WARP_ROWS>(P::SIGHT_AT, sequence, rows, tile_row);
-  int key = stream.first_key & -PIECE;
+  int key = stream.first_key & -P::KEYS;  // tiles lie at fixed positions: a row's sums do not depend on the others'
   copy_queries<S, P::ROWS>(0, p.q, rows, tile_row);
   sync_block();  // the job is known to all
   stream.look_up(key);

@@ -6,7 +6,9 @@ device (`place_kernel`). Up to `FEW_TOKENS` tokens nothing is sorted: each choic
 nothing else is read. Triton is imported only when a CUDA device asks for it.
 
 A row's result depends on the tile that `tile_for` takes for that many rows, not on the other rows: sums along the
-inputs have one order, and a token's experts are added in the order of its choices.
+inputs have one order, and a token's experts are added in the order of its choices. Where it may not depend on how many
+rows there are either (`fixed`), all are computed by one tile, and inputs are cut by the shape of the matrix alone: few
+rows have a program for each part of the inputs, many have one that sums the parts in their order, to the same bits.
 """
 
 from __future__ import annotations
@@ -80,6 +82,14 @@ TILES = {
     False: (Tile(16, 128, 64, 4, 4), Tile(32, 128, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)),
     True: (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 64, 32, 8, 3)),
 }
+FIXED_TILE, FIXED_WIDE_TILE = Tile(64, 128, 64, 4, 3), Tile(64, 64, 32, 4, 3)
+"""of 16 bits, of float32"""
+FIXED_FEW_ROWS = 64
+"""up to which parts of the inputs have programs of their own"""
+
+
+def fixed_tile(dtype: torch.dtype) -> Tile:
+    return FIXED_WIDE_TILE if dtype == torch.float32 else FIXED_TILE
 
 
 def tile_for(rows: int, experts: int, quantised: bool) -> Tile:
@@ -115,8 +125,9 @@ class RoutingRules:
 class ProductKernels(Protocol):
     """On CUDA work is queued on the current stream, and nothing waits for it."""
 
-    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [rows, k] times one matrix [n, k], bias [n] → [rows, n] in x's dtype."""
+    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, fixed: bool = False) -> torch.Tensor:
+        """x [rows, k] times one matrix [n, k], bias [n] → [rows, n] in x's dtype. `fixed`: a row's bits do not depend
+        on how many there are."""
         ...
 
     def lines(self, ids: torch.Tensor, matrix: Matrix, k: int, dtype: torch.dtype) -> torch.Tensor:
@@ -139,10 +150,11 @@ class ProductKernels(Protocol):
         biases: tuple[torch.Tensor | None, torch.Tensor | None],
         residual: torch.Tensor | None,
         gate: Gate,
+        fixed: bool = False,
     ) -> torch.Tensor:
         """x [tokens, hidden], ids and float32 factors [tokens, top_k]; matrices: gate rows and then up rows [experts,
         2 * inner, hidden], and down [experts, hidden, inner] → [tokens, hidden], to which `residual` is added. A choice
-        of id -1 adds nothing."""
+        of id -1 adds nothing. `fixed`: as `linear`."""
         ...
 
     def route(
@@ -177,7 +189,7 @@ def scales_type(format: int, pointer: str = "*bf16") -> str:
 def _product(
     tile: Tile, format: int, *, routed: bool, gate: int = 0, pointer: str = "*bf16", **flags: int
 ) -> KernelSignature:
-    """`flags`: HAS_BIAS, TRANSPOSED, ALIGNED, and split."""
+    """`flags`: HAS_BIAS, TRANSPOSED, ALIGNED, PARTS, and split."""
     out = "*fp32" if flags.pop("split", 0) else pointer
     matrix = {"levels": levels_type(format, pointer), "scales": scales_type(format, pointer)}
     ends = {"limit": "fp32", "alpha": "fp32"}
@@ -197,6 +209,7 @@ def _product(
         signature = {"x": pointer, "rows": "*i32", "experts": "*i32", **matrix, "bias": pointer, "out": out}
         signature |= dict.fromkeys(("m", "n", "k", "shared", "scale_groups", "split_blocks"), "i32") | ends
         block = {"BLOCK_M": tile.block_m} | block
+        constants.setdefault("PARTS", 0)
     return KernelSignature(name, signature, constants | block, {"num_warps": tile.warps})
 
 
@@ -235,6 +248,10 @@ def _signatures() -> tuple[KernelSignature, ...]:
         found.append(KernelSignature("line_kernel", types, {"FORMAT": format, "BLOCK_K": LINE_BLOCK}))
         found += [_product(tile, format, routed=False, split=int(tile.block_m == 16)) for tile in TILES[True]]
         found.append(_product(ROW_TILES[True], format, routed=False, HAS_BIAS=1))
+    of_16_bits = ((format, FIXED_TILE, "*bf16") for format in (DENSE, *FORMATS))
+    for format, tile, pointer in (*of_16_bits, (DENSE, FIXED_WIDE_TILE, "*fp32")):
+        found.append(_product(tile, format, routed=False, pointer=pointer, split=1))
+        found.append(_product(tile, format, routed=False, pointer=pointer, PARTS=1, HAS_BIAS=1))
     for tile in (ROW_TILES[True], *TILES[True]):
         found.append(_product(tile, int(Format.Q4_K), routed=True, gate=1))
         found.append(_product(tile, int(Format.Q6_K), routed=True, gate=1, pointer="*fp16"))

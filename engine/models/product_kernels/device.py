@@ -13,6 +13,7 @@ from engine.models.product_kernels import (
     DENSE,
     FEW_ROWS,
     FEW_TOKENS,
+    FIXED_FEW_ROWS,
     GROUP,
     LINE_BLOCK,
     ROW_TILES,
@@ -21,6 +22,7 @@ from engine.models.product_kernels import (
     Matrix,
     RoutingRules,
     Tile,
+    fixed_tile,
     most_tiles,
     splits_for,
     tile_for,
@@ -35,16 +37,16 @@ _PLAIN = Gate()
 class TritonProducts:
     """See `ProductKernels`."""
 
-    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, fixed: bool = False) -> torch.Tensor:
         x = _aligned_rows(x)
         rows, k = x.shape
-        n = _outputs(matrix)
-        if rows == 1:
+        n, quantised = _outputs(matrix), matrix.format != DENSE
+        if rows == 1 and not fixed:
             return _row_product(x, None, matrix, bias, (rows, n), 1, _PLAIN)
-        tile = tile_for(rows, 1, matrix.format != DENSE)
-        splits = splits_for(n, k, tile) if rows <= FEW_ROWS else 1
-        if splits == 1:
-            return _tile_product(x, None, matrix, bias, (rows, n), 1, _PLAIN, tile)
+        tile = fixed_tile(x.dtype) if fixed else tile_for(rows, 1, quantised)
+        splits = splits_for(n, k, tile) if fixed or rows <= FEW_ROWS else 1
+        if splits == 1 or rows > FIXED_FEW_ROWS:
+            return _tile_product(x, None, matrix, bias, (rows, n), 1, _PLAIN, tile, splits=splits)
         partials = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
         _tile_product(x, None, matrix, None, (rows, n), 1, _PLAIN, tile, partials)
         y = x.new_empty((rows, n))
@@ -83,17 +85,19 @@ class TritonProducts:
         biases: tuple[torch.Tensor | None, torch.Tensor | None],
         residual: torch.Tensor | None,
         gate: Gate,
+        fixed: bool = False,
     ) -> torch.Tensor:
         x, flat = _aligned_rows(x), ids.to(torch.int32).contiguous().view(-1)
         (tokens, hidden), top_k, choices = x.shape, ids.shape[1], flat.shape[0]
         (first, second), count = matrices, matrices[0].levels.shape[0]
         inner = (choices, _outputs(first) // 2)
-        if tokens <= FEW_TOKENS:
+        quantised = any(each.format != DENSE for each in matrices)
+        if tokens <= FEW_TOKENS and not fixed:
             between = _row_product(x, flat, first, biases[0], inner, top_k, gate)
             products = _row_product(between, flat, second, biases[1], (choices, hidden), 1, _PLAIN)
         else:
             # One tile for both, so that rows are dealt out once.
-            tile = tile_for(choices, count, any(each.format != DENSE for each in matrices))
+            tile = fixed_tile(x.dtype) if fixed else tile_for(choices, count, quantised)
             placed = _placed(flat, count, tile)
             between = _tile_product(x, placed, first, biases[0], inner, top_k, gate, tile)
             products = _tile_product(between, placed, second, biases[1], (choices, hidden), 1, _PLAIN, tile)
@@ -219,16 +223,18 @@ def _tile_product(
     gate: Gate,
     tile: Tile,
     partials: torch.Tensor | None = None,
+    splits: int = 1,
 ) -> torch.Tensor:
-    """`partials`: float32 [splits, rows, n], which then is what is written."""
+    """`partials`: float32 [splits, rows, n], which then is what is written. Else `splits` are summed by each program,
+    one after the other."""
     k = x.shape[1]
     out = x.new_empty(shape) if partials is None else partials
-    splits = 1 if partials is None else partials.shape[0]
+    programs = 1 if partials is None else partials.shape[0]
     scales, scale_groups = _scales(matrix, k)
     tiles = triton.cdiv(shape[0], tile.block_m) if placed is None else placed[1].shape[0]
     rows, experts = (out, out) if placed is None else placed
     block = tile.outputs(gate.kind != 0, matrix.transposed)
-    tile_kernel[(tiles, triton.cdiv(shape[1], block), splits)](
+    tile_kernel[(tiles, triton.cdiv(shape[1], block), programs)](
         x,
         rows,
         experts,
@@ -241,10 +247,11 @@ def _tile_product(
         k,
         shared,
         scale_groups,
-        triton.cdiv(triton.cdiv(k, splits), tile.block_k),
+        triton.cdiv(triton.cdiv(k, max(programs, splits)), tile.block_k),
         gate.limit,
         gate.alpha,
         **_constants(matrix, k, bias, gate, placed is not None),
+        PARTS=int(splits > 1),
         BLOCK_M=tile.block_m,
         BLOCK_N=block,
         BLOCK_K=tile.block_k,

@@ -158,13 +158,15 @@ def tile_kernel(
     GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     # Tiles of rows of one expert, as `place_kernel` makes them, by blocks of outputs. Without ROUTED rows are as they
-    # lie, and k may be split: then `out` is float32 partial sums [splits, m, n], to which the bias is not yet added.
+    # lie, and k may be split: then `out` is float32 partial sums [splits, m, n], without the bias; or, with PARTS, a
+    # program sums all splits itself, in their order.
     if ALIGNED:
         k = k // 16 * 16
     tile, split, lines = tl.program_id(0), tl.program_id(2), n if GATE == 0 else 2 * n
@@ -181,12 +183,21 @@ def tile_kernel(
     matrix = levels, scales, base, lines, k, scale_groups
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     others = sums
-    begin = split * split_blocks * BLOCK_K
-    for at in tl.range(begin, tl.minimum(begin + split_blocks * BLOCK_K, k), BLOCK_K, num_stages=STAGES):
-        low, high = _rows(source, present, at, k, FORMAT, BLOCK_K)
-        sums = _added(sums, low, high, matrix, first, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
-        if GATE != 0:
-            others = _added(others, low, high, matrix, first + n, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
+    part = split_blocks * BLOCK_K
+    if PARTS:
+        for begin in tl.range(0, k, part):
+            of_part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for at in tl.range(begin, tl.minimum(begin + part, k), BLOCK_K, num_stages=STAGES):
+                low, high = _rows(source, present, at, k, FORMAT, BLOCK_K)
+                of_part = _added(of_part, low, high, matrix, first, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
+            sums += of_part
+    else:
+        begin = split * part
+        for at in tl.range(begin, tl.minimum(begin + part, k), BLOCK_K, num_stages=STAGES):
+            low, high = _rows(source, present, at, k, FORMAT, BLOCK_K)
+            sums = _added(sums, low, high, matrix, first, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
+            if GATE != 0:
+                others = _added(others, low, high, matrix, first + n, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         sums += _bias(bias, first, inside)[None, :]
     if GATE != 0:
