@@ -27,6 +27,7 @@ from compilation.store import locked, write_atomically
 from engine.models.kernels import BUCKETS, SPLITS, TILES, LinearKernels, Plan, device_kernels, encode, plans_for
 from engine.models.layers import Linear
 from engine.models.linear_doubts import Measured, doubts
+from engine.models.linear_op import FIXED
 from engine.models.linear_timing import CudaTimer, LinearTimer
 
 logger = logging.getLogger(__name__)
@@ -80,10 +81,10 @@ def choose_linears(
 ) -> None:
     """Set `choice` of every `Linear` in `model`: 16-bit, filled, on one CUDA device. Must precede tracing.
 
-    Shapes of less than `least_bytes` of weights stay with the library. Measures what the cache directory does not know
-    yet, some 30 ms a shape and bucket, and loads the chosen kernels.
-    `timer`, `kernels` and `material` (what a table depends on) take the place of the device's own. Raises CompileError
-    if the cache directory is not trusted.
+    Shapes of less than `least_bytes` of weights stay with the library, and what is `FIXED` as it is. Measures what the
+    cache directory does not know yet, some 30 ms a shape and bucket, and loads the chosen kernels. `timer`, `kernels`
+    and `material` (what a table depends on) take the place of the device's own. Raises CompileError if the cache
+    directory is not trusted.
     """
     layers = {shape: same for shape, same in _by_shape(model).items() if shape.weight_bytes >= least_bytes}
     if not layers:
@@ -108,7 +109,11 @@ def choose_linears(
 def _by_shape(model: nn.Module) -> dict[Shape, list[Linear]]:
     found: dict[Shape, list[Linear]] = {}
     for linear in model.modules():
-        if isinstance(linear, Linear) and linear.weight.dtype in (torch.bfloat16, torch.float16):
+        if (
+            isinstance(linear, Linear)
+            and linear.choice != FIXED
+            and linear.weight.dtype in (torch.bfloat16, torch.float16)
+        ):
             n, k = linear.weight.shape
             found.setdefault(Shape(n, k, linear.bias is not None), []).append(linear)
     # Kernels read 16 bytes at a time, and are compiled for rows that begin so.

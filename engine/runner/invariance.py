@@ -3,6 +3,7 @@ CPU the packed layers have them anyway; on a GPU layers are told to (`fix_sums`)
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from engine.adapters.linear import Adapted, AdaptedLinear
@@ -19,6 +20,14 @@ from engine.weights.packing import Packer
 _WHOLE_ROWS = (Format.BFLOAT16, Format.INT8, Format.FLOAT8, Format.FLOAT8_BLOCK, Format.FLOAT32)
 """formats for which tiles (AMX) compute what vectors do; of the others many rows are multiplied as bfloat16, and few as
 int8"""
+
+
+def make_invariant(model: nn.Module, packer: object, device: torch.device) -> None:
+    """Raises `ConfigError` where it cannot be."""
+    if device.type == "cuda":
+        fix_sums(model)
+    else:
+        check_invariant(model, packer)
 
 
 def fix_sums(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.context import ContextGroup
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
-from engine.runner.invariance import check_invariant, fix_sums
+from engine.runner.invariance import make_invariant
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
 from engine.weights.fallback_loader import load_fallback
@@ -226,14 +226,10 @@ def load_parts(config: EngineConfig, group: Group | None = None, replicas: Group
     draft_parts = None if draft is None else load_draft(config, draft, model, on_host)
     exchange = None if replicas is None else _exchange(config, model, replicas, dtype)
     adapters = _adapters(config, model, description.spec, device, place)
-    invariant = config.device.batch_invariant
-    if invariant and device.type == "cuda":
-        fix_sums(model)
-    elif invariant:
-        check_invariant(model, packer)
+    if config.device.batch_invariant:
+        make_invariant(model, packer, device)
     release_free_memory()
-    # Without graphs the host sets the pace, not the kernels.
-    if device.type == "cuda" and graphs != "none" and not invariant:
+    if device.type == "cuda" and graphs != "none":  # without graphs the host sets the pace, not the kernels
         choose_linears(model, Path(config.compile.cache_dir))
     return RunnerParts(
         model=model,

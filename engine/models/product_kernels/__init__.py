@@ -82,14 +82,16 @@ TILES = {
     False: (Tile(16, 128, 64, 4, 4), Tile(32, 128, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)),
     True: (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 64, 32, 8, 3)),
 }
-FIXED_TILE, FIXED_WIDE_TILE = Tile(64, 128, 64, 4, 3), Tile(64, 64, 32, 4, 3)
-"""of 16 bits, of float32"""
+FIXED_TILES = {False: Tile(64, 128, 64, 4, 3), True: Tile(64, 64, 32, 4, 3)}
+"""by whether the matrix is quantised: registers hold the sums of a part, and of all before it"""
+FIXED_WIDE_TILE = Tile(64, 64, 32, 4, 3)
+"""of float32"""
 FIXED_FEW_ROWS = 64
 """up to which parts of the inputs have programs of their own"""
 
 
-def fixed_tile(dtype: torch.dtype) -> Tile:
-    return FIXED_WIDE_TILE if dtype == torch.float32 else FIXED_TILE
+def fixed_tile(quantised: bool, dtype: torch.dtype) -> Tile:
+    return FIXED_WIDE_TILE if dtype == torch.float32 else FIXED_TILES[quantised]
 
 
 def tile_for(rows: int, experts: int, quantised: bool) -> Tile:
@@ -189,7 +191,7 @@ def scales_type(format: int, pointer: str = "*bf16") -> str:
 def _product(
     tile: Tile, format: int, *, routed: bool, gate: int = 0, pointer: str = "*bf16", **flags: int
 ) -> KernelSignature:
-    """`flags`: HAS_BIAS, TRANSPOSED, ALIGNED, PARTS, and split."""
+    """`flags`: HAS_BIAS, TRANSPOSED, ALIGNED, and split."""
     out = "*fp32" if flags.pop("split", 0) else pointer
     matrix = {"levels": levels_type(format, pointer), "scales": scales_type(format, pointer)}
     ends = {"limit": "fp32", "alpha": "fp32"}
@@ -209,8 +211,17 @@ def _product(
         signature = {"x": pointer, "rows": "*i32", "experts": "*i32", **matrix, "bias": pointer, "out": out}
         signature |= dict.fromkeys(("m", "n", "k", "shared", "scale_groups", "split_blocks"), "i32") | ends
         block = {"BLOCK_M": tile.block_m} | block
-        constants.setdefault("PARTS", 0)
     return KernelSignature(name, signature, constants | block, {"num_warps": tile.warps})
+
+
+def _parts(tile: Tile, format: int, pointer: str) -> KernelSignature:
+    signature = {"x": pointer, "levels": levels_type(format, pointer), "scales": scales_type(format, pointer)}
+    signature |= {"bias": pointer, "out": pointer} | dict.fromkeys(
+        ("m", "n", "k", "scale_groups", "split_blocks"), "i32"
+    )
+    constants = {"FORMAT": format, "TRANSPOSED": 0, "HAS_BIAS": 1, "ALIGNED": 1, "BLOCK_M": tile.block_m}
+    block = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.stages}
+    return KernelSignature("parts_kernel", signature, constants | block, {"num_warps": tile.warps})
 
 
 def _routing() -> list[KernelSignature]:
@@ -248,10 +259,10 @@ def _signatures() -> tuple[KernelSignature, ...]:
         found.append(KernelSignature("line_kernel", types, {"FORMAT": format, "BLOCK_K": LINE_BLOCK}))
         found += [_product(tile, format, routed=False, split=int(tile.block_m == 16)) for tile in TILES[True]]
         found.append(_product(ROW_TILES[True], format, routed=False, HAS_BIAS=1))
-    of_16_bits = ((format, FIXED_TILE, "*bf16") for format in (DENSE, *FORMATS))
+    of_16_bits = ((format, FIXED_TILES[format != DENSE], "*bf16") for format in (DENSE, *FORMATS))
     for format, tile, pointer in (*of_16_bits, (DENSE, FIXED_WIDE_TILE, "*fp32")):
         found.append(_product(tile, format, routed=False, pointer=pointer, split=1))
-        found.append(_product(tile, format, routed=False, pointer=pointer, PARTS=1, HAS_BIAS=1))
+        found.append(_parts(tile, format, pointer))
     for tile in (ROW_TILES[True], *TILES[True]):
         found.append(_product(tile, int(Format.Q4_K), routed=True, gate=1))
         found.append(_product(tile, int(Format.Q6_K), routed=True, gate=1, pointer="*fp16"))

@@ -27,7 +27,7 @@ from engine.models.product_kernels import (
     splits_for,
     tile_for,
 )
-from engine.models.product_kernels.device_products import line_kernel, row_kernel, tile_kernel
+from engine.models.product_kernels.device_products import line_kernel, parts_kernel, row_kernel, tile_kernel
 from engine.models.product_kernels.device_routing import combine_kernel, count_kernel, place_kernel, route_kernel
 
 _SUM_BLOCK = 512
@@ -43,10 +43,12 @@ class TritonProducts:
         n, quantised = _outputs(matrix), matrix.format != DENSE
         if rows == 1 and not fixed:
             return _row_product(x, None, matrix, bias, (rows, n), 1, _PLAIN)
-        tile = fixed_tile(x.dtype) if fixed else tile_for(rows, 1, quantised)
+        tile = fixed_tile(quantised, x.dtype) if fixed else tile_for(rows, 1, quantised)
         splits = splits_for(n, k, tile) if fixed or rows <= FEW_ROWS else 1
-        if splits == 1 or rows > FIXED_FEW_ROWS:
-            return _tile_product(x, None, matrix, bias, (rows, n), 1, _PLAIN, tile, splits=splits)
+        if rows > FIXED_FEW_ROWS and splits > 1:
+            return _product_of_parts(x, matrix, bias, (rows, n), tile, splits)
+        if splits == 1:
+            return _tile_product(x, None, matrix, bias, (rows, n), 1, _PLAIN, tile)
         partials = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
         _tile_product(x, None, matrix, None, (rows, n), 1, _PLAIN, tile, partials)
         y = x.new_empty((rows, n))
@@ -97,7 +99,7 @@ class TritonProducts:
             products = _row_product(between, flat, second, biases[1], (choices, hidden), 1, _PLAIN)
         else:
             # One tile for both, so that rows are dealt out once.
-            tile = fixed_tile(x.dtype) if fixed else tile_for(choices, count, quantised)
+            tile = fixed_tile(quantised, x.dtype) if fixed else tile_for(choices, count, quantised)
             placed = _placed(flat, count, tile)
             between = _tile_product(x, placed, first, biases[0], inner, top_k, gate, tile)
             products = _tile_product(between, placed, second, biases[1], (choices, hidden), 1, _PLAIN, tile)
@@ -223,18 +225,16 @@ def _tile_product(
     gate: Gate,
     tile: Tile,
     partials: torch.Tensor | None = None,
-    splits: int = 1,
 ) -> torch.Tensor:
-    """`partials`: float32 [splits, rows, n], which then is what is written. Else `splits` are summed by each program,
-    one after the other."""
+    """`partials`: float32 [splits, rows, n], which then is what is written."""
     k = x.shape[1]
     out = x.new_empty(shape) if partials is None else partials
-    programs = 1 if partials is None else partials.shape[0]
+    splits = 1 if partials is None else partials.shape[0]
     scales, scale_groups = _scales(matrix, k)
     tiles = triton.cdiv(shape[0], tile.block_m) if placed is None else placed[1].shape[0]
     rows, experts = (out, out) if placed is None else placed
     block = tile.outputs(gate.kind != 0, matrix.transposed)
-    tile_kernel[(tiles, triton.cdiv(shape[1], block), programs)](
+    tile_kernel[(tiles, triton.cdiv(shape[1], block), splits)](
         x,
         rows,
         experts,
@@ -247,11 +247,40 @@ def _tile_product(
         k,
         shared,
         scale_groups,
-        triton.cdiv(triton.cdiv(k, max(programs, splits)), tile.block_k),
+        triton.cdiv(triton.cdiv(k, splits), tile.block_k),
         gate.limit,
         gate.alpha,
         **_constants(matrix, k, bias, gate, placed is not None),
-        PARTS=int(splits > 1),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=block,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def _product_of_parts(
+    x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None, shape: tuple[int, int], tile: Tile, splits: int
+) -> torch.Tensor:
+    k, out = x.shape[1], x.new_empty(shape)
+    scales, scale_groups = _scales(matrix, k)
+    block = tile.outputs(False, matrix.transposed)
+    parts_kernel[(triton.cdiv(shape[0], tile.block_m), triton.cdiv(shape[1], block))](
+        x,
+        matrix.levels,
+        scales,
+        out if bias is None else bias,
+        out,
+        shape[0],
+        shape[1],
+        k,
+        scale_groups,
+        triton.cdiv(triton.cdiv(k, splits), tile.block_k),
+        FORMAT=matrix.format,
+        TRANSPOSED=int(matrix.transposed),
+        HAS_BIAS=int(bias is not None),
+        ALIGNED=int(k % 16 == 0),
         BLOCK_M=tile.block_m,
         BLOCK_N=block,
         BLOCK_K=tile.block_k,

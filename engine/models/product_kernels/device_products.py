@@ -158,15 +158,13 @@ def tile_kernel(
     GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     # Tiles of rows of one expert, as `place_kernel` makes them, by blocks of outputs. Without ROUTED rows are as they
-    # lie, and k may be split: then `out` is float32 partial sums [splits, m, n], without the bias; or, with PARTS, a
-    # program sums all splits itself, in their order.
+    # lie, and k may be split: then `out` is float32 partial sums [splits, m, n], to which the bias is not yet added.
     if ALIGNED:
         k = k // 16 * 16
     tile, split, lines = tl.program_id(0), tl.program_id(2), n if GATE == 0 else 2 * n
@@ -183,21 +181,12 @@ def tile_kernel(
     matrix = levels, scales, base, lines, k, scale_groups
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     others = sums
-    part = split_blocks * BLOCK_K
-    if PARTS:
-        for begin in tl.range(0, k, part):
-            of_part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for at in tl.range(begin, tl.minimum(begin + part, k), BLOCK_K, num_stages=STAGES):
-                low, high = _rows(source, present, at, k, FORMAT, BLOCK_K)
-                of_part = _added(of_part, low, high, matrix, first, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
-            sums += of_part
-    else:
-        begin = split * part
-        for at in tl.range(begin, tl.minimum(begin + part, k), BLOCK_K, num_stages=STAGES):
-            low, high = _rows(source, present, at, k, FORMAT, BLOCK_K)
-            sums = _added(sums, low, high, matrix, first, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
-            if GATE != 0:
-                others = _added(others, low, high, matrix, first + n, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
+    begin = split * split_blocks * BLOCK_K
+    for at in tl.range(begin, tl.minimum(begin + split_blocks * BLOCK_K, k), BLOCK_K, num_stages=STAGES):
+        low, high = _rows(source, present, at, k, FORMAT, BLOCK_K)
+        sums = _added(sums, low, high, matrix, first, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
+        if GATE != 0:
+            others = _added(others, low, high, matrix, first + n, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         sums += _bias(bias, first, inside)[None, :]
     if GATE != 0:
@@ -206,6 +195,50 @@ def tile_kernel(
         sums = _gated(sums, others, out, limit, alpha, GATE)
     target = out + (split * m + places).to(tl.int64)[:, None] * n + outputs[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=present & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["m", "n", "k", "scale_groups", "split_blocks"], do_not_specialize_on_alignment=["bias"])
+def parts_kernel(
+    x: tl.tensor,
+    levels: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    scale_groups: tl.tensor,
+    split_blocks: tl.tensor,
+    FORMAT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    # One matrix. What `tile_kernel` makes in as many programs as k has parts, and `sum_splits_kernel` of those, to the
+    # same bits: a program sums the parts one after the other.
+    if ALIGNED:
+        k = k // 16 * 16
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    present, inside, first = (places < m)[:, None], outputs < n, tl.minimum(outputs, n - 1).to(tl.int64)
+    source = (x + places.to(tl.int64) * k)[:, None]
+    matrix = levels, scales, tl.zeros([], tl.int64), n, k, scale_groups
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    part = split_blocks * BLOCK_K
+    for begin in tl.range(0, k, part):
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for at in tl.range(begin, tl.minimum(begin + part, k), BLOCK_K, num_stages=STAGES):
+            low, high = _rows(source, present, at, k, FORMAT, BLOCK_K)
+            sums = _added(sums, low, high, matrix, first, at, FORMAT, TRANSPOSED, BLOCK_N, BLOCK_K)
+        total += sums
+    if HAS_BIAS:
+        total += _bias(bias, first, inside)[None, :]
+    target = out + places.to(tl.int64)[:, None] * n + outputs[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=present & inside[None, :])
 
 
 @triton.jit
