@@ -1,5 +1,6 @@
 """A server's core is killed while streams run. Of each stream: whether it ended, whether anything that it was given was
-taken back, and whether it is what it is when nothing is killed; of each kill: how long nobody was given anything.
+taken back, and whether it is what it is when nothing is killed; of each kill: how long nobody was given anything,
+beside how long a core takes that is killed while nothing runs.
 
 usage: python tools/kill_cores.py MODEL [--streams 64] [--kills 5] [--rounds 1] [--tokens 96] [--seed 1]
        [--serve "--dtype float32"]
@@ -121,7 +122,7 @@ def serve(options: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "entrypoints.serve", options.model, "--port", str(port)]
-    command += ["--served-model-name", "served", "--core-restarts", str(min(options.kills * options.rounds + 1, 100))]
+    command += ["--served-model-name", "served", "--core-restarts", str(min(options.kills * options.rounds + 3, 100))]
     server = subprocess.Popen([*command, *shlex.split(options.serve)])
     base, until = f"http://127.0.0.1:{port}", time.monotonic() + START_S
     while time.monotonic() < until and server.poll() is None:
@@ -130,6 +131,18 @@ def serve(options: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
                 return server, base
         time.sleep(0.2)
     raise SystemExit("the server did not start")
+
+
+def restart(server: subprocess.Popen[bytes], base: str) -> float:
+    """Seconds until another core is ready, where the one that is killed had nothing to do."""
+    core = core_of(server)
+    assert core is not None
+    os.kill(core, signal.SIGKILL)
+    killed = time.monotonic()
+    time.sleep(0.1)
+    while httpx.get(f"{base}/ready", timeout=30).status_code != 200:
+        time.sleep(0.01)
+    return time.monotonic() - killed
 
 
 def main() -> int:
@@ -148,6 +161,7 @@ def main() -> int:
         calm = asyncio.run(run(base, options, server, [], gaps))
         failed += [each.failed for each in calm if each.failed]
         length, random = given(calm), Random(options.seed)
+        idle_s = [restart(server, base) for _ in range(2)]
         for number in range(options.rounds):
             places = sorted(int(length * random.uniform(0.05, 0.9)) for _ in range(options.kills))
             found = asyncio.run(run(base, options, server, places, gaps))
@@ -164,6 +178,9 @@ def main() -> int:
     print(f"{len(failed)} streams failed {failed[:3]}; {counts} with another number of tokens; {differ} that differ")
     calmest = max(each.longest_gap_s for each in calm)
     print(f"longest gap of a stream {longest:.1f} s, undisturbed {calmest:.1f}")
+    print(
+        f"a core that is killed while nothing runs is followed within {', '.join(f'{each:.2f}' for each in idle_s)} s"
+    )
     if gaps:
         print(
             f"nothing came behind a kill for {statistics.median(gaps):.2f} s in the median, {max(gaps):.2f} s at most"
