@@ -155,10 +155,13 @@ def batch_invariant_of(args: EngineArgs, kind: Kind, dtype: str) -> bool:
     if not args.batch_invariant:
         return False
     if dtype != "bfloat16" and (kind == "cpu" or dtype != "float16"):
+        allowed = "'bfloat16'" if kind == "cpu" else "'bfloat16' or 'float16'"
         raise ConfigError(
-            f"batch_invariant needs dtype='bfloat16', whose products are the engine's own; got {dtype!r}, and the "
+            f"batch_invariant needs dtype={allowed}, whose products are the engine's own; got {dtype!r}, and the "
             "library cuts sums by the batch"
         )
+    if kind == "cuda" and args.enable_lora:
+        raise ConfigError("batch_invariant on a GPU goes without adapters: their products are cut by the batch")
     if kind == "cuda" and args.compile == "none":
         raise ConfigError("batch_invariant on a GPU needs compile='pieces': the library's norms cut sums by the batch")
     if kind == "cuda" and (args.tensor_parallel_size > 1 or args.enable_expert_parallel):

@@ -6,12 +6,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.adapters.linear import Adapted, AdaptedLinear
+from engine.adapters.linear import AdaptedLinear
 from engine.cpu_kernels.formats import Format
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
 from engine.models.device_packed import StoredExperts, StoredLinear
 from engine.models.experts import Experts
+from engine.models.facts import ModelFacts
 from engine.models.layers import Linear
 from engine.models.linear_op import FIXED
 from engine.models.packed import PackedLinear
@@ -30,20 +31,26 @@ def make_invariant(model: nn.Module, packer: object, device: torch.device) -> No
         check_invariant(model, packer)
 
 
+def check_facts(facts: ModelFacts, kind: str) -> None:
+    """What needs no weights to be refused. Raises `ConfigError`."""
+    if not facts.keeps_kv:
+        raise ConfigError("batch_invariant: an encoder's attention is the library's, which cuts sums by the batch")
+    if kind == "cuda" and facts.states:
+        raise ConfigError("batch_invariant on a GPU: states are computed in chunks of the step, in another order")
+    if kind == "cuda" and facts.keeps_latents:
+        raise ConfigError("batch_invariant on a GPU: attention to latents is cut by the batch; leave it out")
+
+
 def fix_sums(model: nn.Module) -> None:
     """Have a GPU's products compute each row by one tile, whatever the number of rows. Raises `ConfigError` for a layer
     whose sums are the library's, or cut by the batch."""
     decoder = _check_native(model)
-    if decoder.mixing:
-        raise ConfigError("batch_invariant on a GPU: states are computed in chunks of the step, in another order")
-    if decoder.latents:
-        raise ConfigError("batch_invariant on a GPU: attention to latents is cut by the batch; leave it out")
     for name, module in decoder.named_modules():
         if isinstance(module, Linear):
             module.choice = FIXED
         elif isinstance(module, StoredLinear | StoredExperts) or (isinstance(module, Experts) and module.kernel_gate):
             module.fixed = True
-        elif isinstance(module, nn.Linear | Experts | Adapted):
+        elif isinstance(module, nn.Linear | Experts):
             raise ConfigError(f"batch_invariant: {name} is computed by the library, which cuts sums by the batch")
 
 

@@ -42,7 +42,7 @@ from engine.parallel.stage_group import StageGroup
 from engine.parallel.stage_link import LinkEnd, StateLink
 from engine.runner.context import ContextGroup
 from engine.runner.drafts import DraftParts, check_backend, draft_of, load_draft
-from engine.runner.invariance import make_invariant
+from engine.runner.invariance import check_facts, make_invariant
 from engine.runner.preflight import check_device
 from engine.weights.device_packing import DevicePacker
 from engine.weights.fallback_loader import load_fallback
@@ -321,11 +321,11 @@ def _stage_parts(config: EngineConfig, whole: DecoderSpec | None, group: StageGr
 def _backend(
     config: EngineConfig, facts: ModelFacts, draft: DraftDescription | None, device: torch.device
 ) -> AttentionBackend:
+    if config.device.batch_invariant:
+        check_facts(facts, config.device.kind)
     if not facts.keeps_kv:
         if config.device.attention_backend is not None:
             raise ConfigError("attention_backend is of models that keep keys and values; leave it out for an encoder")
-        if config.device.batch_invariant:
-            raise ConfigError("batch_invariant: an encoder's attention is the library's, which cuts sums by the batch")
         return BidirectionalAttention()
     layers = [*facts.layers, *(() if draft is None else draft.facts.layers)]
     try:

@@ -178,8 +178,8 @@ class ModelRunner:
                 self._compiled = compiled_by_all(self._compile, self._group, self._device)
                 self._start_with(self._compiled)
             except Exception as error:
-                if self._compiled is not None and self._group is not None:
-                    raise  # other ranks go on with theirs
+                if self._is_invariant or (self._compiled is not None and self._group is not None):
+                    raise  # the model itself has other bits; other ranks go on with their pieces
                 self._leave_pieces(error)
         compiled = self._compiled or CompiledModel(run=self._model, report=CompileReport(0, 0, 0, 0, 0.0))
         if self._compiled is None:

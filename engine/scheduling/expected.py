@@ -32,6 +32,8 @@ _NEAR_S = 0.05
 """before its deadline: what ends then was not in time"""
 _LAST, _AT_ONCE_S = 16, 1e-6
 """those that came, by which it is told how many come; seconds in which nobody comes"""
+_LEAST_S = 1.0
+"""before one asks again for whom there is no place"""
 _FEWEST_TOKENS = 4
 """of an answer that tells how many steps a token takes"""
 
@@ -133,14 +135,16 @@ class Expected:
             if self._is_idle(0):
                 return False
             self._refused_at = now
-            error.retry_after_s = self._returns.take(now, error.retry_after_s, forecast.takes_s(job))
+            line = request.tenant.name, request.priority
+            error.retry_after_s = self._returns.take(line, now, error.retry_after_s, forecast.takes_s(job))
             raise
         return True
 
     def when_room(self, request: AddRequest) -> float:
         """Seconds until one is to ask again for whom there is no place among those that wait."""
         each_s = self._forecast(request).takes_s(self._job(request))
-        return self._returns.take(self.clock(), each_s, each_s)
+        line = request.tenant.name, request.priority
+        return self._returns.take(line, self.clock(), max(each_s, _LEAST_S), each_s)
 
     def _check(self, request: AddRequest, deadline_s: float, job: Job, forecast: Forecast) -> None:
         seconds = self._margin * forecast.seconds(job)
@@ -241,7 +245,8 @@ class Expected:
         self._learn(seq, False)
         now, seconds = self.clock(), self._service_s(seq)
         error = _too_short(seq.deadline - now, seconds)
-        error.retry_after_s = self._returns.take(now, error.retry_after_s, seconds / max(len(self._running), 1))
+        line, each_s = (seq.tenant, seq.key[0]), seconds / max(len(self._running), 1)
+        error.retry_after_s = self._returns.take(line, now, error.retry_after_s, each_s)
         return error
 
     def would_be_late(self, seq: Sequence) -> bool:

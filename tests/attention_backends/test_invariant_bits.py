@@ -79,7 +79,7 @@ class Sequences:
         for begin, end in pairwise([0, *cuts, self.queries]):
             rows = torch.cat([q[begin:end], q[self.queries : self.queries + beside]])
             lengths = [self.lengths[0] - self.queries + end, *self.lengths[1 : 1 + beside]]
-            batch = self._batch([end - begin] + [1] * beside, lengths, tables)
+            batch = self._batch([end - begin] + [1] * beside, lengths, self._left(tables, [end - begin], lengths))
             out = torch.empty_like(rows)
             backend.forward(rows, rows, rows, out, cache, self.layer, backend.build_metadata(batch))
             found.append(out[: end - begin])
@@ -96,6 +96,17 @@ class Sequences:
             count += columns_of - shared
         order = torch.randperm(count, dtype=torch.int32)
         return torch.where(tables < count, order[tables.clamp(max=count - 1).long()], tables), count
+
+    def _left(self, tables: torch.Tensor, queries: list[int], lengths: list[int]) -> torch.Tensor:
+        """Without the blocks that no query of this step sees any more."""
+        left, layer = tables.clone(), self.layer
+        for i, length in enumerate(lengths):
+            position = length - (queries[0] if i == 0 else 1)
+            oldest = 0 if layer.window is None else max(0, position - layer.window + 1)
+            if layer.chunk is not None:
+                oldest = position - position % layer.chunk
+            left[i, : oldest // self.block_size] = 2**30
+        return left
 
     def _batch(self, queries: list[int], lengths: list[int], tables: torch.Tensor) -> AttentionBatch:
         return AttentionBatch(

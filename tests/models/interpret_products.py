@@ -321,11 +321,11 @@ def check_fixed_sums() -> None:
     k, n = 1408, 40
     packed = [matrix for name, (matrix, _) in quantised(n, 1536).items() if name in ("int8", "int4", "Q4_1", "Q6_K")]
     assert len(packed) == 4
-    few_tile = patch.object(launches, "fixed_tile", lambda quantised, dtype: Tile(64, 32, 64, 4, 3))
+    few_tile = patch.object(launches, "fixed_tile", lambda k, quantised, dtype: Tile(64, 32, 64, 4, 3))
     with few_tile:
         for matrix in (Matrix(normal(n, k, seed=3, dtype=torch.bfloat16), None, DENSE), *packed):
             inputs = k if matrix.format == DENSE else 1536
-            assert launches.splits_for(n, inputs, launches.fixed_tile(False, torch.bfloat16)) == 2
+            assert launches.splits_for(n, inputs, launches.fixed_tile(k, False, torch.bfloat16)) == 2
             x = normal(150, inputs, seed=1, dtype=torch.bfloat16)
             bias = normal(n, seed=4, dtype=torch.bfloat16)
             many = KERNELS.linear(x, matrix, bias, fixed=True)
@@ -334,10 +334,19 @@ def check_fixed_sums() -> None:
             for rows in (order[:1], order[:5], order[:64], order[:65], order):
                 assert torch.equal(KERNELS.linear(x[rows], matrix, bias, fixed=True), many[rows])
     wide = normal(70, 1408, seed=1), Matrix(normal(n, 1408, seed=3), None, DENSE)
-    with patch.object(launches, "fixed_tile", lambda quantised, dtype: Tile(64, 32, 32, 4, 3)):
+    with patch.object(launches, "fixed_tile", lambda k, quantised, dtype: Tile(64, 32, 32, 4, 3)):
         many = KERNELS.linear(*wide, None, fixed=True)
         for rows in (slice(1), slice(65), slice(64, 70)):  # NumPy's product of float32 depends on the place in a tile
             assert torch.equal(KERNELS.linear(wide[0][rows], wide[1], None, fixed=True), many[rows])
+
+
+def check_the_tiles_that_serve() -> None:
+    """Few rows against many."""
+    odd = Matrix(normal(40, 1100, seed=3, dtype=torch.bfloat16), None, DENSE), 1100  # small tiles, uneven parts
+    for matrix, k in (odd, (quantised(40, 1536)["Q4_1"][0], 1536)):
+        x = normal(66, k, seed=1, dtype=torch.bfloat16)
+        many = KERNELS.linear(x, matrix, None, fixed=True)
+        assert torch.equal(KERNELS.linear(x[:3], matrix, None, fixed=True), many[:3])
 
 
 def check_fixed_experts() -> None:
@@ -351,7 +360,7 @@ def check_fixed_experts() -> None:
         part = x[rows], ids[rows], factors[rows]
         return KERNELS.experts(*part, packed, (None, None), None, Gate(1), fixed=True)
 
-    with patch.object(launches, "fixed_tile", lambda quantised, dtype: Tile(64, 32, 64, 4, 3)):
+    with patch.object(launches, "fixed_tile", lambda k, quantised, dtype: Tile(64, 32, 64, 4, 3)):
         together = run(torch.arange(tokens))
         for rows in (torch.arange(3, 4), torch.arange(5, 14), torch.arange(tokens - 1, -1, -1)):
             assert torch.equal(run(rows), together[rows])
@@ -359,6 +368,7 @@ def check_fixed_experts() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "fixed": check_fixed_sums,
+    "serving": check_the_tiles_that_serve,
     "fixed mixture": check_fixed_experts,
     "experts": check_experts,
     "tiles": check_every_tile,

@@ -17,7 +17,7 @@ from engine.models.product_kernels import TILES, most_tiles, splits_for, tile_fo
 
 HERE = Path(__file__).parent
 CASES = ("experts", "tiles", "rows", "unread", "elsewhere", "placing", "route", "ties", "formats", "halves")
-CASES += ("quantised", "fixed", "fixed mixture")
+CASES += ("quantised", "fixed", "serving", "fixed mixture")
 
 
 @pytest.fixture(scope="module")

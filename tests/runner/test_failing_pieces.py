@@ -58,6 +58,11 @@ def test_pieces_that_fail_cost_speed_and_neither_the_start_nor_a_token(
 
     monkeypatch.setattr(room, "compile_model", compiled)
     runner = graph_runner(tmp_path, "pieces", "both", capturer=capturer)
+    if fails == "to run":  # the model itself would have other bits
+        runner._is_invariant = True
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            runner.warm_up()
+        runner._is_invariant = False
     with caplog.at_level(logging.WARNING):
         report = runner.warm_up()
     assert report.compile_failed and report.distinct_pieces == 0 and report.graphs_captured > 0

@@ -19,8 +19,9 @@ def test_followers_count_as_waiting() -> None:
     loop.add("running", [1], 8)
     loop.turn()
     loop.add("a", [2], 2)
-    with pytest.raises(QueueFullError, match="--max-waiting 3"):
+    with pytest.raises(QueueFullError, match="--max-waiting 3") as full:
         loop.add("b", [3], 2, followers=["b1", "b2"])
+    assert full.value.retry_after_s == 1.0
     loop.add("c", [4], 2, followers=["c1"])
     assert loop.scheduler.stats().waiting == 3
     loop.run()

@@ -84,14 +84,14 @@ TILES = {
 }
 FIXED_TILES = {False: Tile(64, 128, 64, 4, 3), True: Tile(64, 64, 32, 4, 3)}
 """by whether the matrix is quantised: registers hold the sums of a part, and of all before it"""
-FIXED_WIDE_TILE = Tile(64, 64, 32, 4, 3)
-"""of float32"""
+FIXED_SMALL_TILE = Tile(64, 64, 32, 4, 3)
+"""of float32, and of inputs that are not read 16 bytes at a time"""
 FIXED_FEW_ROWS = 64
 """up to which parts of the inputs have programs of their own"""
 
 
-def fixed_tile(quantised: bool, dtype: torch.dtype) -> Tile:
-    return FIXED_WIDE_TILE if dtype == torch.float32 else FIXED_TILES[quantised]
+def fixed_tile(k: int, quantised: bool, dtype: torch.dtype) -> Tile:
+    return FIXED_SMALL_TILE if dtype == torch.float32 or k % 16 else FIXED_TILES[quantised]
 
 
 def tile_for(rows: int, experts: int, quantised: bool) -> Tile:
@@ -214,12 +214,12 @@ def _product(
     return KernelSignature(name, signature, constants | block, {"num_warps": tile.warps})
 
 
-def _parts(tile: Tile, format: int, pointer: str) -> KernelSignature:
+def _parts(tile: Tile, format: int, pointer: str, **flags: int) -> KernelSignature:
     signature = {"x": pointer, "levels": levels_type(format, pointer), "scales": scales_type(format, pointer)}
     signature |= {"bias": pointer, "out": pointer} | dict.fromkeys(
         ("m", "n", "k", "scale_groups", "split_blocks"), "i32"
     )
-    constants = {"FORMAT": format, "TRANSPOSED": 0, "HAS_BIAS": 1, "ALIGNED": 1, "BLOCK_M": tile.block_m}
+    constants = {"FORMAT": format, "TRANSPOSED": 0, "HAS_BIAS": 1, "ALIGNED": 1, "BLOCK_M": tile.block_m} | flags
     block = {"BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.stages}
     return KernelSignature("parts_kernel", signature, constants | block, {"num_warps": tile.warps})
 
@@ -260,9 +260,13 @@ def _signatures() -> tuple[KernelSignature, ...]:
         found += [_product(tile, format, routed=False, split=int(tile.block_m == 16)) for tile in TILES[True]]
         found.append(_product(ROW_TILES[True], format, routed=False, HAS_BIAS=1))
     of_16_bits = ((format, FIXED_TILES[format != DENSE], "*bf16") for format in (DENSE, *FORMATS))
-    for format, tile, pointer in (*of_16_bits, (DENSE, FIXED_WIDE_TILE, "*fp32")):
+    for format, tile, pointer in (*of_16_bits, (DENSE, FIXED_SMALL_TILE, "*fp32")):
         found.append(_product(tile, format, routed=False, pointer=pointer, split=1))
+        found.append(_product(tile, format, routed=False, pointer=pointer, HAS_BIAS=1))
         found.append(_parts(tile, format, pointer))
+    found.append(_parts(FIXED_SMALL_TILE, DENSE, "*fp16", ALIGNED=0))
+    found.append(_product(FIXED_SMALL_TILE, DENSE, routed=False, pointer="*fp16", ALIGNED=0, split=1))
+    found += [_product(FIXED_TILES[True], int(format), routed=True, gate=1) for format in (Format.Q4_K, Format.INT8)]
     for tile in (ROW_TILES[True], *TILES[True]):
         found.append(_product(tile, int(Format.Q4_K), routed=True, gate=1))
         found.append(_product(tile, int(Format.Q6_K), routed=True, gate=1, pointer="*fp16"))

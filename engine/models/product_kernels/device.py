@@ -43,7 +43,7 @@ class TritonProducts:
         n, quantised = _outputs(matrix), matrix.format != DENSE
         if rows == 1 and not fixed:
             return _row_product(x, None, matrix, bias, (rows, n), 1, _PLAIN)
-        tile = fixed_tile(quantised, x.dtype) if fixed else tile_for(rows, 1, quantised)
+        tile = fixed_tile(k, quantised, x.dtype) if fixed else tile_for(rows, 1, quantised)
         splits = splits_for(n, k, tile) if fixed or rows <= FEW_ROWS else 1
         if rows > FIXED_FEW_ROWS and splits > 1:
             return _product_of_parts(x, matrix, bias, (rows, n), tile, splits)
@@ -99,7 +99,7 @@ class TritonProducts:
             products = _row_product(between, flat, second, biases[1], (choices, hidden), 1, _PLAIN)
         else:
             # One tile for both, so that rows are dealt out once.
-            tile = fixed_tile(quantised, x.dtype) if fixed else tile_for(choices, count, quantised)
+            tile = fixed_tile(hidden, quantised, x.dtype) if fixed else tile_for(choices, count, quantised)
             placed = _placed(flat, count, tile)
             between = _tile_product(x, placed, first, biases[0], inner, top_k, gate, tile)
             products = _tile_product(between, placed, second, biases[1], (choices, hidden), 1, _PLAIN, tile)
