@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_families import save_tiny, save_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -135,6 +136,7 @@ def test_compiled_and_with_an_int8_cache(path_of: Callable[[str], Path]) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_on_a_gpu(tmp_path: Path, quantization: str) -> None:
     """As on a CPU, by graphs and compiled pieces."""
