@@ -9,7 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 if TYPE_CHECKING:
     import msgspec
@@ -32,6 +43,27 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         end = given.index("--") if "--" in given else len(given)
         return super().parse_known_args([*map(_dashed, given[:end]), *given[end:]], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """With what may have been meant, and without the list of all options, behind which it would not be seen."""
+        from difflib import get_close_matches
+
+        known = _flags(self)
+        unknown = [_dashed(word).partition("=")[0].rstrip(":,") for word in message.split() if word.startswith("--")]
+        near = [
+            flag for word in unknown if word not in known for flag in get_close_matches(word, known, n=2, cutoff=0.7)
+        ]
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}{hint}; {self.prog} --help lists the options\n")
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    """Of it, and of its commands."""
+    found = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [flag for each in dict.fromkeys(action.choices.values()) for flag in _flags(each)]
+    return found
 
 
 def _dashed(text: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from engine.config import EngineArgs
 from entrypoints import serve
+from entrypoints.bench import cli
 from entrypoints.options import add_engine_options, engine_args, size_bytes
 
 
@@ -28,6 +29,30 @@ def test_help_imports_nothing_heavy(door: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["m", "--max-modle-len", "5"], "unrecognized arguments: --max-modle-len 5 (did you mean --max-model-len"),
+        (["m", "--max_modle_len=5"], "--max-modle-len=5 (did you mean --max-model-len"),
+        (["m", "--xyzzy"], "unrecognized arguments: --xyzzy; engine-serve --help"),
+        (["m", "--port", "abc"], "argument --port: 'abc' is not a port: 0 to 65535; engine-serve --help"),
+    ],
+)
+def test_a_wrong_option_is_told_in_a_line_with_what_may_be_meant(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.build_parser().parse_args(given)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and told in error, error
+
+
+def test_a_wrong_option_of_a_command_finds_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.build_parser().parse_args(["throughput", "m", "--num-promtps=3"])
+    assert "(did you mean --num-prompts" in capsys.readouterr().err
 
 
 def test_every_engine_option_is_a_setting_and_every_setting_an_option() -> None:

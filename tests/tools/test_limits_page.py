@@ -1,4 +1,4 @@
-"""The page of limits says what the code does."""
+"""Pages say what the code does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_of_limits_is_written_from_the_code() -> None:
-    checked = subprocess.run([sys.executable, str(ROOT / "tools/write_limits.py"), "--check"], cwd=ROOT)
-    assert checked.returncode == 0, "run tools/write_limits.py"
+@pytest.mark.parametrize("program", ["write_limits.py", "write_vllm_names.py"])
+def test_a_page_is_written_from_the_code(program: str) -> None:
+    checked = subprocess.run([sys.executable, str(ROOT / "tools" / program), "--check"], cwd=ROOT)
+    assert checked.returncode == 0, f"run tools/{program}"
