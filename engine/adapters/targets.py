@@ -117,12 +117,12 @@ def table_bytes(
 
 
 def _layers(spec: DecoderSpec) -> dict[str, int]:
-    """Projections of attention, and of MLPs that stand alone, with their inputs."""
+    """Projections of attention, and of MLPs that every token passes, with their inputs."""
     found: dict[str, int] = {}
     for index, layer in enumerate(spec.layers):
         name = f"layers.{index}"
         if isinstance(layer.mixer, MixerSpec):
             found |= {f"{name}.qkv_proj": spec.hidden_size, f"{name}.o_proj": layer.mixer.last_size}
-        if layer.mlp is not None and layer.experts is None:
+        if layer.mlp is not None:
             found |= {f"{name}.gate_up_proj": spec.hidden_size, f"{name}.down_proj": layer.mlp.intermediate_size}
     return found

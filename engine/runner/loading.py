@@ -131,7 +131,7 @@ def _packer(config: EngineConfig, dtype: torch.dtype) -> Packer | DevicePacker |
             raise ConfigError(f"quantization={config.model.quantization!r} needs compiled kernels: {error}") from error
         logger.warning("linear layers run through the library, slowly: %s", error)
         return None
-    return Packer(ops, config.model.quantization)
+    return Packer(ops, config.model.quantization, adapts=config.lora is not None)
 
 
 def _compute_states_natively(model: Decoder, config: EngineConfig) -> None:

@@ -56,11 +56,12 @@ class Tables(Protocol):
 
 class Packer(RowsPacker):
     """Puts packed layers where `model` has dense ones. `quantization`: "none" packs bfloat16; "gguf" and "stored" keep
-    what the checkpoint has encoded, "int8", "int4" and "fp8" what it has in no more bits, and quantise the rest."""
+    what the checkpoint has encoded, "int8", "int4" and "fp8" what it has in no more bits, and quantise the rest.
+    `adapts`: adapters will change layers, which are not fused with others then."""
 
-    def __init__(self, ops: LinearOps, quantization: Quantization) -> None:
+    def __init__(self, ops: LinearOps, quantization: Quantization, adapts: bool = False) -> None:
         super().__init__(quantization, torch.bfloat16, torch.device("cpu"))
-        self._ops = ops
+        self._ops, self._adapts = ops, adapts
 
     def _possible(self, n: int, k: int, format: Format) -> bool:
         return packable(n, k, format)
@@ -139,7 +140,7 @@ class Packer(RowsPacker):
             if isinstance(spec.mixer, MixerSpec) and _turns_natively(spec.mixer, layer):
                 heads = (spec.mixer.num_heads, spec.mixer.num_kv_heads, spec.mixer.head_dim)
                 layer.rotation = HeadRotation(self._ops, *heads, spec.mixer.qk_norm)
-            gate, first, second = layer.beside_gate, layer.gate_up_proj, layer.down_proj
+            gate, first, second = None if self._adapts else layer.beside_gate, layer.gate_up_proj, layer.down_proj
             if isinstance(gate, PackedLinear) and isinstance(first, PackedLinear) and isinstance(second, PackedLinear):
                 layer.beside = GatedBeside(self._ops, gate, first, second)
                 layer.beside_gate = layer.gate_up_proj = layer.down_proj = None

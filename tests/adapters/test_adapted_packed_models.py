@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_merged_weights import PROMPT, open_llm, tokens
-from tiny_adapters import request, save_adapter
+from tiny_adapters import BESIDE, request, save_adapter
 from tiny_families import save_tiny
 
 from engine import LLM
@@ -15,10 +15,11 @@ from engine import LLM
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    path = tmp_path_factory.mktemp("llama")
-    module = save_tiny("Llama", path / "model")
+@pytest.fixture(scope="module", params=["Llama", "Qwen3_5Moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """The second has experts, and a gated MLP beside them."""
+    path = tmp_path_factory.mktemp(request.param)
+    module = save_tiny(request.param, path / "model", **BESIDE.get(request.param, {}))
     places = [path / f"adapter-{index}" for index in range(3)]
     for index, place in enumerate(places):
         save_adapter(place, module, index, rank=8 * (1 + index))

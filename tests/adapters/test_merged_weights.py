@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_adapters import ALL, merged, request, save_adapter
+from tiny_adapters import ALL, BESIDE, merged, request, save_adapter
 from tiny_families import save_tiny
 
 from engine import LLM, BeamSearchParams, EngineArgs, SamplingParams
@@ -72,6 +72,20 @@ def test_tokens_are_those_of_merged_weights(family: str, tmp_path: Path) -> None
     with open_llm(tmp_path / "model") as llm:
         assert tokens(llm, [PROMPT, PROMPT], [None, request(tmp_path / "one")]) == [plain, expected]
         assert tokens(llm, [PROMPT, PROMPT], [request(tmp_path / "one"), None]) == [expected, plain], "by prefixes"
+
+
+@pytest.mark.parametrize("family", ["Glm4Moe", "Qwen3_5Moe", "DeepseekV3"])
+def test_mlps_beside_experts_are_changed(family: str, tmp_path: Path) -> None:
+    """Those that all tokens pass; experts are parameters of another kind in transformers, and no module."""
+    model = save_tiny(family, tmp_path / "model", **BESIDE.get(family, {}))
+    added = save_adapter(tmp_path / "one", model, 1, targets=("gate_proj", "up_proj", "down_proj"), size=0.5)
+    assert any("shared_expert" in name for name in added)
+    plain = greedy(model, PROMPT)
+    merged(model, added)
+    expected = greedy(model, PROMPT)
+    assert plain != expected
+    with open_llm(tmp_path / "model") as llm:
+        assert tokens(llm, [PROMPT, PROMPT], [None, request(tmp_path / "one")]) == [plain, expected]
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,22 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_families import STATE_FAMILIES
 from torch import nn
 
 from engine import LoRARequest
 
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+BESIDE: dict[str, dict[str, Any]] = {
+    "Glm4Moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **_EXPERTS},
+    "Qwen3_5Moe": {
+        **STATE_FAMILIES["Qwen3_5"],
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 48,
+        **_EXPERTS,
+    },
+}
+"""families with an MLP beside experts, of the last one gated"""
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_tensor_parallel import answers
 from thread_ranks import ThreadRanks
-from tiny_adapters import request, save_adapter
+from tiny_adapters import BESIDE, request, save_adapter
 from tiny_families import STATE_FAMILIES, save_tiny
 
 from attention_backends.toolchain import find_compiler
@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {"pad_token_id": 0},  # one matrix for queries, keys and values
     "Olmo2": {},  # norms over all heads
     "Qwen3Moe": {},
+    "Glm4Moe": BESIDE["Glm4Moe"],  # an MLP beside experts
 }
 
 
