@@ -32,6 +32,8 @@ _OF_THE_MODEL = (
 """what of a description whoever holds one relies on"""
 _OF_A_FILE = {"_name_or_path", "transformers_version"}
 """what config.json says of itself"""
+_MOST_CHANGES, _CHANGE_CHARS = 4, 120
+"""of what another model's config.json says, in a message"""
 
 
 def sleeper(client: CoreClient, *, apart: bool = False) -> Sleeper:
@@ -73,7 +75,7 @@ def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig
     if model.spec is None and _shape(found.hf_config) != _shape(model.hf_config):
         differing.append("config.json")
     if differing:
-        named = ", ".join(dict.fromkeys(differing))
+        named = ", ".join(_changes(model.hf_config, found.hf_config) or dict.fromkeys(differing))
         raise ConfigError(f"{path}: this is another model ({named}): only its weights may differ")
     expected = replace(config, model=replace(config.model, path=new.model.path))
     if differing := list(_differing(new, expected)):
@@ -89,6 +91,14 @@ def _same_tokenizer(one: Path, other: Path) -> bool:
 
 def _shape(config: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in config.items() if name not in _OF_A_FILE}
+
+
+def _changes(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """Some of what config.json says otherwise, as a reader of it knows it."""
+    one, other = _shape(one), _shape(other)
+    names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    found = [f"{name}: {one.get(name)} here, {other.get(name)} there"[:_CHANGE_CHARS] for name in names[:_MOST_CHANGES]]
+    return [*found, "..."] if len(names) > _MOST_CHANGES else found
 
 
 def _differing(one: object, other: object, name: str = "") -> Iterator[str]:
