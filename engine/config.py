@@ -162,7 +162,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         int,
         _about(
             "deaths of engine cores in ten minutes that another start follows: requests pause, then go on; the next "
-            "ends the engine (0: the first; not of ranks of Ray or torchrun, nor of replicas that share experts)"
+            "ends the engine (0: the first; not of ranks of torchrun, nor of replicas that share experts)"
         ),
     ] = 4
     distributed_executor_backend: Annotated[

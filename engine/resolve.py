@@ -141,7 +141,7 @@ def resolve(
         kv_events=kv_events_of(args),
         kv_transfer=kv_transfer_of(args, kind),
         lora=lora_of(args, kind, model),
-        core_restarts=args.core_restarts if parallel.backend == "mp" else 0,
+        core_restarts=0 if parallel.backend == "external_launcher" else args.core_restarts,
     )
 
 

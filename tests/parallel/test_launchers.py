@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from launched import NODE, answers_of, free_port, prompts, ray_cluster, settings_of
 from tiny_families import save_tiny, save_tokenizer
@@ -121,12 +123,37 @@ def test_what_the_cluster_does_not_have_is_said_with_what_it_has(model: Path, cl
         LLM(**{**settings, "threads": 3})
 
 
+@pytest.mark.parametrize("strategy", ["STRICT_SPREAD", "STRICT_PACK"])
+def test_a_rank_or_a_core_on_ray_that_is_killed_is_a_pause(strategy: str, model: Path, cluster: Any) -> None:
+    """Ray takes back what a core had that is gone, and places the ranks of the next one."""
+    with LLM(**on_ray(model, strategy)) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        calm = [list(each.outputs[0].token_ids) for each in llm.generate(prompts(), params, use_tqdm=False)]
+        for name in ("pageloom core", "pageloom rank"):
+            kill = threading.Timer(0.5, lambda name=name: os.kill(process_of(name), signal.SIGKILL))
+            kill.start()
+            found = [list(each.outputs[0].token_ids) for each in llm.generate(prompts(), params, use_tqdm=False)]
+            kill.join()
+            assert found == calm, name
+        assert llm.stats().core_deaths == 2
+    assert placement_states() <= {"REMOVED"}
+
+
+def process_of(name: str) -> int:
+    """By what ps shows of it: below this one, or below an actor of Ray."""
+    mine = psutil.Process().children(recursive=True)
+    actors = [each for each in psutil.process_iter(["name"]) if each.info["name"].startswith("ray::RankAgent")]
+    ranks = [child for actor in actors for child in actor.children(recursive=True)]
+    [found] = {each.pid for each in (*mine, *ranks) if each.name().startswith(name)}
+    return found
+
+
 def test_a_node_that_is_removed_ends_the_replica_with_the_cause_and_the_next_is_placed_anew(
     model: Path, expected: Any, cluster: Any, tmp_path: Path
 ) -> None:
     nodes = [node for node in cluster.list_all_nodes() if not node.head]
     many = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
-    with LLM(**on_ray(model, "STRICT_SPREAD")) as llm:
+    with LLM(**on_ray(model, "STRICT_SPREAD", core_restarts=0)) as llm:
         removal = threading.Timer(0.5, cluster.remove_node, (nodes[0],), {"allow_graceful": False})
         removal.start()
         with pytest.raises(CoreDiedError, match=r"rank 1 \(process \d+ on [\d.]+\) died: its host was lost: .*$"):
