@@ -25,7 +25,7 @@ _FEW, _MANY = 0.01, 0.03
 """of those that are let in, how many turn out too late where the margin is too large, or too small"""
 _LOOKED_AT, _FEWEST, _LOOKED_AT_S = 100, 20, 60.0
 """so many are looked at, or at least so many for so long, before they are few"""
-_MORE, _LESS = 1.2, 0.9
+_MORE, _LESS = 1.2, 0.95
 """times the margin, then"""
 _LEAST, _MOST = 1.0, 2.0
 _NEAR_S = 0.05

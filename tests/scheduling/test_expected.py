@@ -346,7 +346,7 @@ def test_where_few_come_a_minute_is_long_enough() -> None:
     for _ in range(10 * 20):
         server.now += 3.2
         _learn(server, True)
-    assert server.expected._margin == pytest.approx(max(2.0 * 0.9**10, 1.0))
+    assert server.expected._margin == pytest.approx(max(2.0 * 0.95**10, 1.0))
 
 
 def _tries(server: Server, clients: int, told: Callable[[float], float]) -> list[int]:
