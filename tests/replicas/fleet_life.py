@@ -85,11 +85,15 @@ class Life:
     def turn(self) -> None:
         self.fleet.let_go()
         for replica in self.fleet.replicas:
+            self.see_told()  # as the client: before anything that a replica says
             if replica.client.dead:
                 if len(self.fleet.replicas) > 1 or self.followed:
                     self.see(self.fleet.lost(replica, CoreDiedError("killed"), self.followed))
             elif replica in self.fleet.replicas:
                 self.see(self.fleet.take_in(replica, replica.client.turn()))
+        self.see_told()
+
+    def see_told(self) -> None:
         while self.fleet.told:
             self.see(self.fleet.told.popleft())
 
