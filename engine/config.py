@@ -190,10 +190,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     eplb_config: Annotated[
         dict[str, object], _about("""when, in steps, as '{"window_size": 1000, "step_interval": 3000}'""")
     ] = {}
-    enable_lora: Annotated[bool, _about("requests may name adapters (LoRA), which are computed in one batch (CPU)")] = (
-        False
-    )
+    enable_lora: Annotated[bool, _about("requests may name adapters (LoRA), which are computed in one batch")] = False
     max_lora_rank: Annotated[int | None, _about("largest rank of an adapter; default: 16")] = None
+    max_lora_expert_rank: Annotated[int | None, _about("in the matrices of experts; default: they stay (CPU)")] = None
     max_loras: Annotated[int | None, _about("adapters that rows of one step may have; default: 8")] = None
     max_cpu_loras: Annotated[int | None, _about("adapters that are kept as they were read; default: max_loras")] = None
     seed: Annotated[int, _about("of requests that bring none")] = 0

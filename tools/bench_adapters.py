@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine import LLM, AsyncEngine, EngineArgs, LoRARequest, SamplingParams
+from engine.adapters.config import LoRAConfig
 from engine.adapters.targets import Targets
 from engine.frontend.demo import demo_model_path
 from engine.models.description import describe
@@ -32,7 +33,7 @@ PROMPT = [3 + (i * 37) % 190 for i in range(32)]
 def save_adapter(path: Path, spec: DecoderSpec, rank: int) -> None:
     """Random factors of all linear layers."""
     path.mkdir(parents=True)
-    targets, tensors = Targets(spec), {}
+    targets, tensors = Targets(spec, LoRAConfig(max_lora_rank=rank, max_loras=1, max_cpu_loras=1)), {}
     for part, name in {part: name for name, part in targets.named.items()}.items():
         a = torch.randn(rank, targets.inputs[part.layer]) * 0.02
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.to(torch.bfloat16)

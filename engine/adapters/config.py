@@ -9,6 +9,8 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters (Hu et al., LoRA, 2021). Names are vLLM's."""
 
     max_lora_rank: int
+    max_lora_expert_rank: int = 0
+    """of what an adapter changes in the matrices of experts; 0: nothing"""
     max_loras: int
     """slots: adapters that the rows of one step may have"""
     max_cpu_loras: int

@@ -94,6 +94,25 @@ def _(
     return None
 
 
+def put_rows(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> None:
+    """b [outputs of a part, rank] into a slot [max_rank, outputs], from output `start` on."""
+    count, rank = b.shape
+    slot[:rank, start : start + count].copy_(b.T * scale)
+
+
+def put_blocks(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> None:
+    """The same of a slot [blocks, max_rank, BLOCK outputs]."""
+    count, rank = b.shape
+    first, last = start // BLOCK, -(-(start + count) // BLOCK)
+    blocks = slot[first:last, :rank]
+    if start % BLOCK or count % BLOCK:  # its neighbours' stay
+        whole = blocks.transpose(1, 2).clone().flatten(0, 1)
+        whole[start - first * BLOCK :][:count] = b * scale
+        blocks.copy_(whole.view(-1, BLOCK, rank).transpose(1, 2))
+    else:
+        torch.mul(b.view(-1, BLOCK, rank).transpose(1, 2), scale, out=blocks)
+
+
 class Place(NamedTuple):
     """What there is to be room for."""
 
@@ -127,10 +146,18 @@ class Adapted(nn.Module):
 
     def write(self, slot: int, part: int, start: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         """Factors a [rank, inputs] and b [outputs of the part, rank], which begin at output `start`."""
-        count, rank = b.shape
-        self.a[slot, part, :rank].copy_(a)
-        self.b[slot, :rank, start : start + count].copy_(b.T * scale)
-        self.ranks[slot, part] = rank
+        put_rows(self.b[slot], start, b, scale)
+        self.a[slot, part, : len(a)].copy_(a)
+        self.ranks[slot, part] = len(a)
+
+    def clear(self, slot: int) -> None:
+        """The slot's adapter changes nothing here, until something is written."""
+        self.ranks[slot].zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the factors of all slots."""
+        return self.a.nbytes + self.b.nbytes
 
 
 class AdaptedLinear(Adapted):
@@ -174,17 +201,9 @@ class AdaptedPacked(Adapted):
 
     def write(self, slot: int, part: int, start: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         """See `Adapted.write`."""
-        count, rank = b.shape
-        self.a[slot, part, :rank].copy_(a)
-        first, last = start // BLOCK, -(-(start + count) // BLOCK)
-        blocks = self.b[slot, first:last, :rank]
-        if start % BLOCK or count % BLOCK:  # its neighbours' stay
-            whole = blocks.transpose(1, 2).clone().flatten(0, 1)
-            whole[start - first * BLOCK :][:count] = b * scale
-            blocks.copy_(whole.view(-1, BLOCK, rank).transpose(1, 2))
-        else:
-            torch.mul(b.view(-1, BLOCK, rank).transpose(1, 2), scale, out=blocks)
-        self.ranks[slot, part] = rank
+        put_blocks(self.b[slot], start, b, scale)
+        self.a[slot, part, : len(a)].copy_(a)
+        self.ranks[slot, part] = len(a)
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `engine.models.packed.PackedLinear`."""

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from engine.adapters.config import LoRAConfig
+from engine.adapters.expert_files import spread
 from engine.adapters.request import LoRARequest
 from engine.adapters.targets import Own, Part, Targets
 from engine.errors import ConfigError, InvalidRequestError, WeightsError
@@ -25,6 +26,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 1 << 20
 _MOST_NUMBER = 1e9
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+_OF_EXPERTS = re.compile(r"(?:^|\.)experts\.\w+$")
 _HEADER_BYTES, _NUMBER_BYTES = 1 << 24, 8
 _FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 _NOTHING: dict[str, tuple[object, ...]] = {
@@ -33,7 +35,6 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "lora_bias": (),
     "modules_to_save": (),
     "trainable_token_indices": (),
-    "target_parameters": (),
     "alpha_pattern": (),
     "layer_replication": (),
     "megatron_config": (),
@@ -67,7 +68,7 @@ def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConf
     """That they can be loaded. Raises `InvalidRequestError`."""
     assert spec is not None and config is not None
     try:
-        AdapterFiles(adapter, Targets(spec), config.max_lora_rank)
+        AdapterFiles(adapter, Targets(spec, config))
     except (ConfigError, WeightsError) as error:
         raise InvalidRequestError(str(error), "lora_path") from error
 
@@ -79,7 +80,7 @@ class AdapterFiles:
     digest = ""
     """of both files, if it was wanted"""
 
-    def __init__(self, request: LoRARequest, targets: Targets, max_rank: int, digest: bool = False) -> None:
+    def __init__(self, request: LoRARequest, targets: Targets, digest: bool = False) -> None:
         path = Path(request.lora_path)
         self._config = path / CONFIG
         self._file = path / WEIGHTS
@@ -96,7 +97,7 @@ class AdapterFiles:
         if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            data = self._read(targets, max_rank)
+            data = self._read(targets)
             self._tensors = load(data)
         except KeyError as error:
             raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
@@ -104,14 +105,16 @@ class AdapterFiles:
             raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error
         if digest:
             self.digest = f"{zlib.crc32(data):08x} {self._alpha:g} {self._root}"
-        self._headers = self._read_headers(targets, max_rank)
+        self._headers = self._read_headers(targets)
 
-    def _read(self, targets: Targets, max_rank: int) -> bytes:
-        most = _HEADER_BYTES + max_rank * targets.values * _NUMBER_BYTES
+    def _read(self, targets: Targets) -> bytes:
+        most = _HEADER_BYTES + targets.most_values * _NUMBER_BYTES
         with self._file.open("rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
-            raise WeightsError(f"{self._file}: more than {most} bytes, which adapters of rank {max_rank} have at most")
+            raise WeightsError(
+                f"{self._file}: more than {most} bytes, which adapters of the largest ranks have at most"
+            )
         return data
 
     def factors(self, dtype: torch.dtype, own_parts: Mapping[Part, Own]) -> list[Factors]:
@@ -140,6 +143,9 @@ class AdapterFiles:
             value = config.get(name)
             if value and value not in fine:
                 raise ConfigError(f"{self._config}: {name} is {shown(value)}, which is not supported")
+        changed = config.get("target_parameters") or []
+        if not isinstance(changed, list) or not all(_OF_EXPERTS.search(str(name)) for name in changed):
+            raise ConfigError(f"{self._config}: target_parameters is {shown(changed)}; those of experts are supported")
 
     def _number(self, config: dict[str, object], name: str) -> float:
         value = config.get(name)
@@ -147,8 +153,9 @@ class AdapterFiles:
             raise ConfigError(f"{self._config}: {name} must be a number, found {shown(value)}")
         return float(value)
 
-    def _read_headers(self, targets: Targets, max_rank: int) -> list[_Header]:
+    def _read_headers(self, targets: Targets) -> list[_Header]:
         pairs: dict[str, dict[str, str]] = {}
+        self._spread(targets)
         for name in self._tensors:
             match = _NAME.fullmatch(name)
             if match is None:
@@ -157,14 +164,28 @@ class AdapterFiles:
                 raise WeightsError(f"{self._file}: {shown(match[1])} has lora_{match[2]} twice")
         if not pairs:
             raise WeightsError(f"{self._file}: holds no tensors")
-        headers = [self._header(module, pair, targets, max_rank) for module, pair in sorted(pairs.items())]
+        headers = [self._header(module, pair, targets) for module, pair in sorted(pairs.items())]
         if len({header.part for header in headers}) < len(headers):
             raise WeightsError(f"{self._file}: a matrix is adapted twice, under several names of its module")
         return headers
 
-    def _header(self, module: str, pair: dict[str, str], targets: Targets, max_rank: int) -> _Header:
+    def _spread(self, targets: Targets) -> None:
+        """Of tensors that hold what is added to all experts of a layer, each expert's apart."""
+        stacked: dict[str, dict[str, torch.Tensor]] = {}
+        for name in list(self._tensors):
+            match = _NAME.fullmatch(name)
+            if match is not None and targets.find_stack(match[1]) is not None:
+                stacked.setdefault(match[1], {})[match[2]] = self._tensors.pop(name)
+        try:
+            self._tensors |= spread(stacked, targets)
+        except ValueError as error:
+            raise WeightsError(f"{self._file}: {error}") from error
+
+    def _header(self, module: str, pair: dict[str, str], targets: Targets) -> _Header:
         part = targets.find(module)
         if part is None:
+            if targets.has_experts and targets.no_experts(module):
+                raise WeightsError(f"{self._file}: {shown(module)} changes experts: set --max-lora-expert-rank, too")
             known = ", ".join(targets.kinds)
             raise WeightsError(f"{self._file}: {shown(module)} cannot be adapted here; {known} of this model can")
         if len(pair) != 2:
@@ -182,6 +203,8 @@ class AdapterFiles:
                 raise WeightsError(
                     f"{self._file}: tensor {name} has shape {shapes[letter]}, expected {expected[letter]}"
                 )
-        if not 1 <= rank <= max_rank:
-            raise WeightsError(f"{self._file}: {module} has rank {rank}; 1 to {max_rank} are served (--max-lora-rank)")
+        most, setting = targets.most_rank(part), "" if part.rows.expert is None else "-expert"
+        if not 1 <= rank <= most:
+            served = f"1 to {most} are served (--max-lora{setting}-rank)"
+            raise WeightsError(f"{self._file}: {module} has rank {rank}; {served}")
         return _Header(part, pair["A"], pair["B"], rank)

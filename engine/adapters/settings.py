@@ -18,7 +18,8 @@ _RANK, _SLOTS = 16, 8
 
 def lora_of(args: EngineArgs, kind: str, model: ModelDescription) -> LoRAConfig | None:
     """None: adapters are off. Raises `ConfigError` naming the setting."""
-    given = [name for name in ("max_lora_rank", "max_loras", "max_cpu_loras") if getattr(args, name) is not None]
+    names = ("max_lora_rank", "max_lora_expert_rank", "max_loras", "max_cpu_loras")
+    given = [name for name in names if getattr(args, name) is not None]
     if not args.enable_lora:
         if given:
             raise ConfigError(f"{given[0]} is of adapters: set enable_lora, too, or leave it out")
@@ -29,7 +30,19 @@ def lora_of(args: EngineArgs, kind: str, model: ModelDescription) -> LoRAConfig 
     kept = args.max_cpu_loras if args.max_cpu_loras is not None else slots
     if kept < slots:
         raise ConfigError(f"max_cpu_loras ({kept}) must be at least max_loras ({slots})")
-    return LoRAConfig(max_lora_rank=rank, max_loras=slots, max_cpu_loras=kept)
+    of_experts = _expert_rank(args, kind, model)
+    return LoRAConfig(max_lora_rank=rank, max_lora_expert_rank=of_experts, max_loras=slots, max_cpu_loras=kept)
+
+
+def _expert_rank(args: EngineArgs, kind: str, model: ModelDescription) -> int:
+    if not args.max_lora_expert_rank:
+        return 0
+    rank = _within("max_lora_expert_rank", args.max_lora_expert_rank, 0, _MOST_RANK)
+    if model.spec is not None and all(layer.experts is None for layer in model.spec.layers):
+        raise ConfigError("max_lora_expert_rank: the model has no experts; leave it out")
+    if kind != "cpu":
+        raise ConfigError("max_lora_expert_rank: experts are adapted on CPUs so far; leave it out")
+    return rank
 
 
 def _within(name: str, given: int | None, default: int, most: int) -> int:

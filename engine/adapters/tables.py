@@ -8,12 +8,13 @@ import numpy as np
 import torch
 
 from engine.adapters.config import LoRAConfig
+from engine.adapters.experts import AdaptedExperts
 from engine.adapters.linear import Adapted, Place, adapted
 from engine.adapters.peft import AdapterFiles, Factors
 from engine.adapters.request import LoRARequest
 from engine.adapters.targets import Own, Targets, own_parts
 from engine.models.decoder import Decoder
-from engine.models.parallel import SummedLinear
+from engine.models.parallel import SummedExperts, SummedLinear
 from engine.models.sharding import Shard
 from engine.models.spec import DecoderSpec
 from engine.models.stages import Stage
@@ -21,6 +22,7 @@ from engine.step import Rows
 
 _CPU = torch.device("cpu")
 _LAST = 1 << 30
+_OF_EXPERTS = ".experts."
 
 
 class HostBuffers(Protocol):
@@ -85,8 +87,7 @@ class AdapterTables:
         self.num_slots, self.most_kept = config.max_loras, config.max_cpu_loras
         self.kept_bytes = 0
         """of factors that are kept beside those in slots, at most, where that is the device's memory"""
-        self._max_rank, self._dtype = config.max_lora_rank, model.dtype
-        self._targets = Targets(spec)
+        self._dtype, self._targets = model.dtype, Targets(spec, config)
         self._step = StepAdapters(most_tokens, device)
         self.on_device = device.type == "cuda"
         self._is_part = shard is not None or stage is not None
@@ -95,24 +96,41 @@ class AdapterTables:
         for own in self._own.values():
             parts.setdefault(own.layer, []).append(own)
         self._layers: dict[str, Adapted] = {}
+        self._experts: dict[str, AdaptedExperts] = {}
+        """by their layer"""
         for name, of_layer in parts.items():
             ends = tuple(own.start + own.outputs for own in of_layer)
             place = Place(ends, self._step.table, config.max_loras, config.max_lora_rank, model.dtype, device)
-            self._layers[name] = layer = _replaced(model, name, place)
-            if not self.on_device:
-                self.kept_bytes += (layer.a.nbytes + layer.b.nbytes) // config.max_loras * config.max_cpu_loras
+            of_experts, found, _ = name.partition(_OF_EXPERTS)
+            if not found:
+                self._layers[name] = _replaced(model, name, place)
+            elif of_experts not in self._experts:
+                room = place._replace(max_rank=config.max_lora_expert_rank)
+                self._experts[of_experts] = _replaced_experts(model, of_experts, spec.hidden_size, room)
+        if not self.on_device:
+            sizes = (layer.nbytes for layer in self._all())
+            self.kept_bytes = sum(size // config.max_loras * config.max_cpu_loras for size in sizes)
 
     def read(self, adapter: LoRARequest) -> tuple[list[Factors], str]:
         """From its files, and of a part of a model a digest of these. Raises `ConfigError` and `WeightsError`."""
-        files = AdapterFiles(adapter, self._targets, self._max_rank, digest=self._is_part)
+        files = AdapterFiles(adapter, self._targets, digest=self._is_part)
         return files.factors(self._dtype, self._own), files.digest
 
     def write(self, slot: int, factors: list[Factors]) -> None:
         """The adapter is in the slot; no step in flight has a row of it."""
-        for layer in self._layers.values():
-            layer.ranks[slot].zero_()
+        for layer in self._all():
+            layer.clear(slot)
         for own, a, b, scale in factors:
-            self._layers[own.layer].write(slot, own.number, own.start, a, b, scale)
+            of_experts, found, rest = own.layer.partition(_OF_EXPERTS)
+            if found:
+                kind, _, expert = rest.partition(".")
+                place = (int(expert), kind == "gate_up", slot, own.number, own.start)
+                self._experts[of_experts].write(*place, a, b, scale)
+            else:
+                self._layers[own.layer].write(slot, own.number, own.start, a, b, scale)
+
+    def _all(self) -> list[Adapted | AdaptedExperts]:
+        return [*self._layers.values(), *self._experts.values()]
 
     def begin_step(self, slots_of_rows: np.ndarray, rows: Rows, ring: HostBuffers) -> None:
         """`slots_of_rows`: int32, by row of the device's tables; `ring`: for a device's copies."""
@@ -134,4 +152,16 @@ def _replaced(model: Decoder, name: str, place: Place) -> Adapted:
     else:
         changed = adapted(linear, place)
         setattr(layer, attribute, changed)
+    return changed
+
+
+def _replaced_experts(model: Decoder, name: str, hidden: int, place: Place) -> AdaptedExperts:
+    layer = model.get_submodule(name)
+    experts = layer.experts
+    if isinstance(experts, SummedExperts):
+        experts.part = changed = AdaptedExperts(experts.part, hidden, place)
+    else:
+        assert isinstance(experts, torch.nn.Module)
+        changed = AdaptedExperts(experts, hidden, place)
+        layer.experts = changed
     return changed

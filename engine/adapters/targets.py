@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from engine.adapters.config import LoRAConfig
@@ -9,19 +11,41 @@ from engine.models.families.registry import family_named
 from engine.models.families.rows import Rows
 from engine.models.mixers import MixerSpec
 from engine.models.sharding import Shard
-from engine.models.spec import DecoderSpec
+from engine.models.spec import DecoderSpec, ExpertsSpec
 from engine.models.stages import Stage, stage_rows
 from engine.models.taken import Taken, shard_rows
 
+_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*experts((?:\.base_layer)*)")
+_EXPERT = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*experts\.(\d+)\.(\w+)")
+_MATRICES = {
+    "gate_proj": ("gate_up", 0),
+    "up_proj": ("gate_up", -1),
+    "down_proj": ("down", 0),
+    "w1": ("gate_up", 0),
+    "w3": ("gate_up", -1),
+    "w2": ("down", 0),
+}
+"""what the matrices of an expert are called, each with the parameter that it is in, and which of its parts it is"""
+
 
 class Part(NamedTuple):
-    """One matrix of a checkpoint: some of the outputs of a linear layer of the decoder."""
+    """One matrix of a checkpoint: some of the outputs of a linear layer of the decoder, or of an expert's."""
 
     layer: str
-    """the decoder's name of it"""
+    """the decoder's name of it, of an expert's with its number behind: `layers.0.experts.gate_up.7`"""
     number: int
     """which of the layer's parts"""
     rows: Rows
+
+
+class Stack(NamedTuple):
+    """The experts of a layer, whose matrices transformers holds in two tensors."""
+
+    spec: ExpertsSpec
+    parts: list[list[Part]]
+    """by expert: of its gate, if it has one, of what is up, and of what is down"""
+    first: Rows | None
+    """how a checkpoint's tensor holds gate with up, where it does"""
 
 
 class Own(NamedTuple):
@@ -39,18 +63,21 @@ class Own(NamedTuple):
 
 
 class Targets:
-    """Of a model, whole. Torch-free."""
+    """Of a model, whole, as far as `config` has room for them. Torch-free."""
 
-    def __init__(self, spec: DecoderSpec) -> None:
+    def __init__(self, spec: DecoderSpec, config: LoRAConfig) -> None:
         family = family_named(spec.family)
+        self._config = config
         self.inputs = layers = _layers(spec)
         """of each layer: how many its product has"""
         self.parts: dict[str, list[Part]] = {}
         """by the decoder's layer, in the order of its outputs"""
         self.named: dict[str, Part] = {}
         """by the names that modules have in transformers; some have several"""
+        self._stacks: dict[int, Stack] = {}
         named: dict[str, list[tuple[str, Rows]]] = {}
-        for name, rows in family.weight_rows(spec).items():
+        all_rows = family.weight_rows(spec)
+        for name, rows in all_rows.items():
             layer = rows.parameter.removesuffix(".weight")
             if name.endswith(".weight") and layer in layers:
                 named.setdefault(layer, []).append((name.removesuffix(".weight"), rows))
@@ -63,21 +90,58 @@ class Targets:
                 if family.wrapper is not None:
                     names.add(family.wrapper.name_of(name))
                 self.named.update(dict.fromkeys(names, part))
+        self.has_experts = any(layer.experts is not None for layer in spec.layers)
+        if config.max_lora_expert_rank:
+            self._add_experts(spec, all_rows)
+
+    def _add_experts(self, spec: DecoderSpec, all_rows: Mapping[str, Rows]) -> None:
+        """Their matrices have no modules of their own in transformers, and names of many kinds."""
+        stacked = {rows.parameter: rows for rows in all_rows.values() if rows.expert == "all"}
+        for index, layer in enumerate(spec.layers):
+            if (experts := layer.experts) is not None:
+                name = f"layers.{index}.experts"
+                parts = [_of_expert(experts, spec.hidden_size, name, expert) for expert in range(experts.count)]
+                for part in (part for of_one in parts for part in of_one):
+                    self.parts.setdefault(part.layer, []).append(part)
+                    is_first = part.rows.parameter.endswith("gate_up")
+                    self.inputs[part.layer] = spec.hidden_size if is_first else experts.inner_size
+                self._stacks[index] = Stack(experts, parts, stacked.get(f"{name}.gate_up"))
+
+    def most_rank(self, part: Part) -> int:
+        return self._config.max_lora_rank if part.rows.expert is None else self._config.max_lora_expert_rank
 
     @property
-    def values(self) -> int:
-        """Numbers of an adapter of rank 1 that changes all."""
-        sizes = ((len(parts) * self.inputs[layer], parts) for layer, parts in self.parts.items())
-        return sum(inputs + sum(part.rows.count for part in parts) for inputs, parts in sizes)
+    def most_values(self) -> int:
+        """Numbers of an adapter of the largest ranks that changes all."""
+        parts = (part for of_layer in self.parts.values() for part in of_layer)
+        return sum(self.most_rank(part) * (self.inputs[part.layer] + part.rows.count) for part in parts)
 
     def find(self, module: str) -> Part | None:
-        """By the name of the module in transformers; None: adapters do not change it here."""
-        return self.named.get(module)
+        """By the name of the module in transformers, or, of an expert, in checkpoints; None: adapters do not change
+        it here."""
+        part = self.named.get(module)
+        found = _EXPERT.fullmatch(module) if part is None else None
+        if found is None or (stack := self._stacks.get(int(found[1]))) is None or found[3] not in _MATRICES:
+            return part
+        kind, which = _MATRICES[found[3]]
+        parts = stack.parts[int(found[2])] if int(found[2]) < len(stack.parts) else []
+        of_kind = [part for part in parts if part.rows.parameter.endswith(f".{kind}")]
+        is_there = len(of_kind) > 1 or found[3] not in ("gate_proj", "w3")
+        return of_kind[which] if of_kind and is_there else None
+
+    def find_stack(self, module: str) -> Stack | None:
+        """By the name of the module of all of a layer's experts, which an adapter's file repeats for every tensor."""
+        found = _EXPERTS.fullmatch(module)
+        return None if found is None else self._stacks.get(int(found[1]))
 
     @property
     def kinds(self) -> list[str]:
         """The last parts of the names, for messages."""
         return sorted({name.rpartition(".")[2] for name in self.named})
+
+    def no_experts(self, module: str) -> bool:
+        """It is of experts, for which there is no room."""
+        return (_EXPERT.fullmatch(module) or _EXPERTS.fullmatch(module)) is not None and not self._stacks
 
 
 def own_parts(
@@ -96,7 +160,7 @@ def own_parts(
         if (row := rows.get(name)) is not None:
             taken = cut[name][0] if name in cut else Taken()
             inputs = targets.inputs[part.layer] if taken.columns is None else taken.columns.count
-            layer = row.parameter.removesuffix(".weight")
+            layer = _layer_name(row)
             found[part] = Own(layer, part.number, row.start, row.count, inputs, taken)
     return found
 
@@ -111,9 +175,24 @@ def table_bytes(
 ) -> int:
     """Of the factors that all slots have room for, and of those that are kept beside them, unless slots are
     `on_device` and these are not; a rank's of the model `spec`."""
-    kept = config.max_loras + (0 if on_device else config.max_cpu_loras)
-    values = sum(own.inputs + own.outputs for own in own_parts(spec, Targets(spec), shard, stage).values())
-    return kept * config.max_lora_rank * values * dtype_bytes
+    kept, targets = config.max_loras + (0 if on_device else config.max_cpu_loras), Targets(spec, config)
+    own_of = own_parts(spec, targets, shard, stage)
+    values = sum(targets.most_rank(part) * (own.inputs + own.outputs) for part, own in own_of.items())
+    return kept * values * dtype_bytes
+
+
+def _layer_name(rows: Rows) -> str:
+    layer = rows.parameter.removesuffix(".weight")
+    return layer if rows.expert is None else f"{layer}.{rows.expert}"
+
+
+def _of_expert(experts: ExpertsSpec, hidden: int, name: str, expert: int) -> list[Part]:
+    """See `Stack`."""
+    inner, first = experts.inner_size, f"{name}.gate_up"
+    rows = [Rows(first, start, inner, expert=expert) for start in range(0, experts.first_size, inner)]
+    parts = [Part(_layer_name(each), index, each) for index, each in enumerate(rows)]
+    down = Rows(f"{name}.down", 0, hidden, expert=expert)
+    return [*parts, Part(_layer_name(down), 0, down)]
 
 
 def _layers(spec: DecoderSpec) -> dict[str, int]:

@@ -44,7 +44,7 @@ class SummedExperts(nn.Module):
 
     def __init__(self, part: Experts | PackedExperts | StoredExperts, group: Group) -> None:
         super().__init__()
-        self.part = part
+        self.part: nn.Module = part
         self._name, self._all_reduce = group.name, group.all_reduce
 
     def forward(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_families import STATE_FAMILIES
 from torch import nn
 
@@ -88,6 +88,53 @@ def merged(model: nn.Module, added: dict[str, torch.Tensor], sign: int = 1) -> N
             weight = model.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
             weight += sign * matrix
+
+
+def add_experts(path: Path, model: nn.Module, seed: int, rank: int, form: str) -> dict[str, torch.Tensor]:
+    """To the adapter in `path`: changes of every expert of `model`. `form`: "apart", a pair for each matrix of each
+    expert, as checkpoints name them; "stacked", as PEFT changes parameters, with inputs the last dimension, or
+    "turned", the other one. Returns what it adds to each parameter, by its name."""
+    config = json.loads((path / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / rank
+    if form != "apart":
+        config["target_parameters"] = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+        (path / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    tensors, added = load_file(path / "adapter_model.safetensors"), {}
+    for name, module in model.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for parameter, behind in (("gate_up_proj", ".base_layer"), ("up_proj", ".base_layer"), ("down_proj", "")):
+            whole = getattr(module, parameter, None)
+            if not isinstance(whole, torch.Tensor):
+                continue
+            count, *sizes = whole.shape
+            inputs, outputs = sizes if form == "turned" else sizes[::-1]
+            a = torch.randn(count, rank, inputs, generator=generator) * inputs**-0.5
+            b = torch.randn(count, outputs, rank, generator=generator) * 0.3
+            change = scale * (b @ a)
+            added[f"{name}.{parameter}"] = change.mT if form == "turned" else change
+            start = f"base_model.model.{name}"
+            if form == "apart":
+                for expert in range(count):
+                    parts = zip(("gate_proj", "up_proj"), b[expert].chunk(2), strict=True)
+                    own = dict(parts) if parameter == "gate_up_proj" else {parameter: b[expert]}
+                    for matrix, of_matrix in own.items():
+                        key = f"{start}.{expert}.{matrix}.lora_"
+                        tensors |= {f"{key}A.weight": a[expert].clone(), f"{key}B.weight": of_matrix.clone()}
+            else:
+                key = f"{start}{behind}.lora_"
+                tensors[f"{key}A.weight"] = a.flatten(0, 1)
+                tensors[f"{key}B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+    save_file(tensors, path / "adapter_model.safetensors")
+    return added
+
+
+def merged_experts(model: nn.Module, added: dict[str, torch.Tensor], sign: int = 1) -> None:
+    """See `merged`."""
+    with torch.no_grad():
+        for name, change in added.items():
+            model.get_parameter(name).add_(sign * change)
 
 
 def request(path: Path, number: int = 1) -> LoRARequest:

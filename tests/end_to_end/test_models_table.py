@@ -20,6 +20,7 @@ from tiny_adapters import merged, request, save_adapter
 from tiny_models import CASE_OF, hf_logits, make_model
 
 from engine import LLM, LoRARequest, SamplingParams
+from engine.adapters.config import LoRAConfig
 from engine.adapters.targets import Targets
 from engine.errors import ConfigError
 from engine.llm import RequestOutput
@@ -181,7 +182,8 @@ def test_int8(subject: Subject) -> None:
 @pytest.mark.exhaustive
 def test_lora(subject: Subject, tmp_path: Path) -> None:
     """Of every matrix that can be adapted: the tokens of the model with the adapter merged into its weights."""
-    targets = Targets(describe(str(subject.path)).spec)
+    config = LoRAConfig(max_lora_rank=16, max_loras=1, max_cpu_loras=1)
+    targets = Targets(describe(str(subject.path)).spec, config)
     modules = [name for name, _ in subject.model.named_modules() if targets.find(name) is not None]
     added = save_adapter(tmp_path, subject.model, 3, targets=modules, size=0.1)
     assert added.keys() == set(modules)

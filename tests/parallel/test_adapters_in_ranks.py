@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_tensor_parallel import answers
 from thread_ranks import ThreadRanks
-from tiny_adapters import BESIDE, request, save_adapter
+from tiny_adapters import BESIDE, add_experts, request, save_adapter
 from tiny_families import STATE_FAMILIES, save_tiny
 
 from attention_backends.toolchain import find_compiler
@@ -42,17 +42,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {},
     "Glm4Moe": BESIDE["Glm4Moe"],  # an MLP beside experts
 }
+OF_EXPERTS = ("Qwen3Moe",)
 
 
 class Subject:
-    """A model with three adapters, of which the second one changes some layers alone."""
+    """A model with three adapters, of which the second one changes some layers alone; those of `OF_EXPERTS` change
+    experts, too."""
 
     def __init__(self, family: str, path: Path) -> None:
+        self.lora = {
+            "enable_lora": True,
+            "max_loras": 1,
+            **({"max_lora_expert_rank": 8} if family in OF_EXPERTS else {}),
+        }
         model = save_tiny(family, path / "model", **FAMILIES[family])
         self.path = path / "model"
         self.places = [path / f"adapter-{index}" for index in range(3)]
         for index, place in enumerate(self.places):
             save_adapter(place, model, index, 4 << index, KINDS, layers=(1,) if index == 1 else None)
+            if family in OF_EXPERTS:
+                add_experts(place, model, index, 2 << index, "stacked")
 
     @property
     def requests(self) -> list[LoRARequest | None]:
@@ -67,8 +76,7 @@ class Subject:
             "threads": 1,
             "kv_cache_memory": 1 << 22,
             "max_num_batched_tokens": 64,
-            "enable_lora": True,
-            "max_loras": 1,
+            **self.lora,
             **settings,
         }
         return EngineArgs(model=str(self.path), **given)

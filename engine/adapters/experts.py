@@ -1,0 +1,265 @@
+"""Experts whose matrices adapters change. Rows of such adapters are left out of the product of all rows, and computed
+expert by expert, each by the operators that change linear layers; the weighted sum is that of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from engine.adapters.linear import BLOCK, Place, put_blocks, put_rows
+from engine.errors import ConfigError
+from engine.models.experts import Experts, gated
+from engine.models.layers import activated
+from engine.models.packed import FUSED_GATES
+from engine.models.packed_experts import PackedExperts
+from engine.models.spec import Activation, ClampedSwiGLU
+
+
+@torch.library.custom_op("pageloom::leave_adapted", mutates_args=())
+def leave_adapted(
+    ids: torch.Tensor, step: torch.Tensor, first_ranks: torch.Tensor, second_ranks: torch.Tensor
+) -> torch.Tensor:
+    """ids [tokens, top_k] as they are, but for rows whose adapter changes an expert here: those have the number behind
+    the last expert. `step`: see `StepAdapters`; ranks int32 [experts, slots, parts], see `AdaptedExperts`."""
+    found = ids.clone()
+    changed = _changed(ids, step, first_ranks, second_ranks)
+    if changed is not None:
+        found[changed[0]] = len(first_ranks)
+    return found
+
+
+@leave_adapted.register_fake
+def _(ids: torch.Tensor, step: torch.Tensor, first_ranks: torch.Tensor, second_ranks: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(ids)
+
+
+@torch.library.custom_op("pageloom::add_adapted_experts", mutates_args=("y",))
+def add_adapted_experts(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    step: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    factors: Sequence[torch.Tensor],
+    first_ranks: torch.Tensor,
+    second_ranks: torch.Tensor,
+    activation: str,
+    numbers: Sequence[float],
+    packed: Sequence[int],
+    namespace: str,
+) -> None:
+    """Adds to rows of y [tokens, hidden] that `leave_adapted` left out what their experts make of x, in place.
+
+    ids, `weights` [tokens, top_k], as `Router` returns them; `matrices` gate_up and down; `factors` first_a, first_b,
+    second_a, second_b and ranks: see `AdaptedExperts`. `activation`: its name, of gated ones with "gated " before it;
+    empty: of GPT-OSS, with `numbers`, its limit and alpha. `packed`: inner size, formats of both matrices and the gate,
+    of matrices that are packed for the kernels in `namespace`; none: they are dense.
+    """
+    changed = _changed(ids, step, first_ranks, second_ranks)
+    if changed is None:
+        return
+    rows, slots = changed
+    top_k, given = ids.size(1), x[rows]
+    chosen, slots = ids[rows].flatten(), slots.repeat_interleave(top_k)
+    made = x.new_empty(len(chosen), x.size(1))
+    order, first = torch.argsort(chosen, stable=True), 0
+    for expert, count in enumerate(torch.bincount(chosen, minlength=len(first_ranks)).tolist()):
+        if not count:
+            continue
+        pairs, first = order[first : first + count], first + count
+        own = [each[expert] for each in factors]
+        biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
+        ranks = (first_ranks[expert], second_ranks[expert])
+        one = _Expert([each[expert] for each in matrices], biases, own, ranks, activation, numbers)
+        table = _table(slots[pairs])
+        tokens = given[pairs // top_k]
+        made[pairs] = one.packed(tokens, table, packed, namespace) if packed else one.dense(tokens, table)
+    positions = torch.arange(len(chosen), dtype=torch.int32).view(-1, top_k)
+    if packed:
+        combine = getattr(torch.ops, namespace).combine_experts
+        y[rows] = combine(made, positions, weights[rows], y[rows], 0)
+    else:
+        y[rows] = Experts.combined(made, positions, weights[rows], y[rows])
+
+
+@add_adapted_experts.register_fake
+def _(y: torch.Tensor, *others: object) -> None:
+    return None
+
+
+class _Expert:
+    """One, of which rows of several adapters are computed."""
+
+    def __init__(
+        self,
+        matrices: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None],
+        factors: Sequence[torch.Tensor],
+        ranks: tuple[torch.Tensor, torch.Tensor],
+        activation: str,
+        numbers: Sequence[float],
+    ) -> None:
+        self._gate_up, self._down = matrices
+        self._biases, self._ranks = biases, ranks
+        self._first, self._second = factors[:2], factors[2:]
+        self._activation, self._numbers = activation, numbers
+
+    def packed(self, x: torch.Tensor, table: torch.Tensor, packed: Sequence[int], namespace: str) -> torch.Tensor:
+        linear, hidden = getattr(torch.ops, namespace).adapted_linear, x.size(1)
+        inner, gate_up_format, down_format, gate = packed
+        ends = (torch.tensor([inner, 2 * inner], dtype=torch.int32), torch.tensor([hidden], dtype=torch.int32))
+        biases, plain = self._biases, (None, 0.0, None)
+        product = (x, self._gate_up, 2 * inner, gate_up_format, biases[0], *plain, gate)
+        between = linear(*product, table, *self._first, self._ranks[0], ends[0])
+        product = (between, self._down, hidden, down_format, biases[1], *plain, 0)
+        y: torch.Tensor = linear(*product, table, *self._second, self._ranks[1], ends[1])
+        return y
+
+    def dense(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        add, parts = torch.ops.pageloom.add_adapters, self._ranks[0].size(1)
+        size = len(self._gate_up) // parts
+        inner = F.linear(x, self._gate_up, self._biases[0])
+        add(inner, x, table, *self._first, self._ranks[0], [size * (part + 1) for part in range(parts)])
+        between = self._activated(inner)
+        y = F.linear(between, self._down, self._biases[1])
+        add(y, between, table, *self._second, self._ranks[1], [len(self._down)])
+        return y
+
+    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
+        *is_gated, name = self._activation.split(" ")
+        if not name:
+            limit, alpha = self._numbers
+            return gated(inner, ClampedSwiGLU(limit=limit, alpha=alpha))
+        known: Activation = name  # type: ignore[assignment]  # whoever calls the operator has it from one
+        return gated(inner, known) if is_gated else activated(inner, known)
+
+
+def _changed(
+    ids: torch.Tensor, step: torch.Tensor, first_ranks: torch.Tensor, second_ranks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Rows whose adapter changes an expert, and their slots; None: there are none."""
+    count, most = int(step[0]), step.numel() // 2 - 1
+    if not count:
+        return None
+    order = step[1 + most : 1 + most + count].long()
+    order = order[order < len(ids)]  # whoever tries a piece while a step runs meets that step's rows
+    slots = step[1 : 1 + most][order].long()
+    changes = (first_ranks.amax((0, 2)) > 0) | (second_ranks.amax((0, 2)) > 0)
+    does = changes[slots] & (slots >= 0)
+    return (order[does], slots[does]) if does.any() else None
+
+
+def _table(slots: torch.Tensor) -> torch.Tensor:
+    """As `StepAdapters` has it, of rows that all have an adapter."""
+    count = torch.tensor([len(slots)])
+    return torch.cat([count, slots, torch.argsort(slots, stable=True), count]).to(torch.int32)
+
+
+class AdaptedExperts(nn.Module):
+    """Takes the place of a layer's experts, and holds their factors, by expert, so that one's lie together: first_a
+    [experts, slots, parts, max_rank, hidden], second_a [experts, slots, 1, max_rank, inner]; first_b and second_b
+    [experts, slots, max_rank, outputs], of packed matrices [experts, slots, blocks, max_rank, BLOCK]; ranks int32
+    [experts, slots, parts], and 1, 0: the adapter leaves that part of that expert alone."""
+
+    step: torch.Tensor
+    first_a: torch.Tensor
+    first_b: torch.Tensor
+    second_a: torch.Tensor
+    second_b: torch.Tensor
+    first_ranks: torch.Tensor
+    second_ranks: torch.Tensor
+
+    def __init__(self, experts: nn.Module, hidden: int, place: Place) -> None:
+        """Raises `ConfigError`."""
+        super().__init__()
+        if not isinstance(experts, Experts | PackedExperts) or experts.places is not None:
+            raise ConfigError("max_lora_expert_rank: experts are adapted on CPUs, where each rank has all of them")
+        self.experts = experts
+        count, self._is_packed = len(experts.gate_up), isinstance(experts, PackedExperts)
+        if isinstance(experts, PackedExperts):
+            inner, first, parts = experts.inner, 2 * experts.inner, 2
+            if experts.gate not in FUSED_GATES.values():
+                raise ConfigError("max_lora_expert_rank: experts with GPT-OSS' gate are not adapted yet; use float32")
+            formats = [experts.gate_up_format, experts.down_format, experts.gate]
+            self._packed, self._namespace = [inner, *formats], experts.op.namespace
+            self._activation, self._numbers = "", [experts.limit, experts.alpha]
+        else:
+            first, inner = experts.gate_up.size(1), experts.down.size(2)
+            parts, self._packed, self._namespace = first // inner, [], ""
+            self._activation, self._numbers = _named(experts)
+        everyone = torch.arange(count, dtype=torch.int32)
+        experts.places = torch.cat([everyone, torch.tensor([-1], dtype=torch.int32)])
+        self.register_buffer("step", place.step)
+        for name, inputs, outputs, of in (("first", hidden, first, parts), ("second", inner, hidden, 1)):
+            a = (count, place.slots, of, place.max_rank, inputs)
+            self.register_buffer(f"{name}_a", torch.zeros(a, dtype=place.dtype))
+            b = (-(-outputs // BLOCK), place.max_rank, BLOCK) if self._is_packed else (place.max_rank, outputs)
+            self.register_buffer(f"{name}_b", torch.zeros((count, place.slots, *b), dtype=place.dtype))
+            self.register_buffer(f"{name}_ranks", torch.zeros((count, place.slots, of), dtype=torch.int32))
+
+    def write(
+        self,
+        expert: int,
+        is_first: bool,
+        slot: int,
+        part: int,
+        start: int,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> None:
+        """Of one of its matrices; see `Adapted.write`."""
+        all_a, all_b, ranks = (self.first_a, self.first_b, self.first_ranks)
+        if not is_first:
+            all_a, all_b, ranks = self.second_a, self.second_b, self.second_ranks
+        put = put_blocks if self._is_packed else put_rows
+        put(all_b[expert, slot], start, b, scale)
+        all_a[expert, slot, part, : len(a)].copy_(a)
+        ranks[expert, slot, part] = len(a)
+
+    def clear(self, slot: int) -> None:
+        """See `Adapted.clear`."""
+        self.first_ranks[:, slot] = 0
+        self.second_ranks[:, slot] = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.first_a, self.first_b, self.second_a, self.second_b))
+
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `engine.models.experts.Experts`."""
+        base, ranks = self.experts, (self.first_ranks, self.second_ranks)
+        y: torch.Tensor = base(x, torch.ops.pageloom.leave_adapted(ids, self.step, *ranks), factors, residual)
+        torch.ops.pageloom.add_adapted_experts(
+            y,
+            x,
+            ids,
+            factors,
+            self.step,
+            [base.gate_up, base.down],
+            base.gate_up_bias,
+            base.down_bias,
+            [self.first_a, self.first_b, self.second_a, self.second_b],
+            *ranks,
+            self._activation,
+            self._numbers,
+            self._packed,
+            self._namespace,
+        )
+        return y
+
+
+def _named(experts: Experts) -> tuple[str, list[float]]:
+    """The activation as the operator takes it."""
+    activation = experts.activation
+    if isinstance(activation, str):
+        return f"gated {activation}" if experts.gated else activation, []
+    return "", [activation.limit, activation.alpha]
