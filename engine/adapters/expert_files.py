@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from engine.adapters.targets import Stack, Targets
+from engine.adapters.targets import Stack, Targets, whole_name
 from engine.models.json_file import shown
 from engine.weights.arranged_source import rows_in_order
-
-_BEHIND = ".base_layer"
 
 
 class _Found(NamedTuple):
@@ -36,7 +34,7 @@ def spread(stacked: Mapping[str, Mapping[str, torch.Tensor]], targets: Targets) 
         stack = targets.find_stack(module)
         assert stack is not None
         one = _found(module, pair, stack)
-        found.setdefault(module.replace(_BEHIND, ""), []).append(one)
+        found.setdefault(whole_name(module), []).append(one)
     tensors: dict[str, torch.Tensor] = {}
     for module, pairs in found.items():
         stack = targets.find_stack(module)

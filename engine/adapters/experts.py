@@ -17,32 +17,36 @@ from engine.models.packed import FUSED_GATES
 from engine.models.packed_experts import PackedExperts
 from engine.models.spec import Activation, ClampedSwiGLU
 
+_library = torch.library.Library("pageloom", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+_library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    "leave_adapted(Tensor ids, Tensor step, Tensor changes, int nobody) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    "add_adapted_experts(Tensor(a!) y, Tensor x, Tensor ids, Tensor weights, Tensor step, Tensor changes, "
+    "Tensor[] matrices, Tensor? gate_up_bias, Tensor? down_bias, Tensor[] factors, Tensor first_ranks, "
+    "Tensor second_ranks, str activation, float[] numbers, int[] packed, str namespace) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+)
 
-@torch.library.custom_op("pageloom::leave_adapted", mutates_args=())
-def leave_adapted(
-    ids: torch.Tensor, step: torch.Tensor, first_ranks: torch.Tensor, second_ranks: torch.Tensor
-) -> torch.Tensor:
-    """ids [tokens, top_k] as they are, but for rows whose adapter changes an expert here: those have the number behind
-    the last expert. `step`: see `StepAdapters`; ranks int32 [experts, slots, parts], see `AdaptedExperts`."""
+
+def leave_adapted(ids: torch.Tensor, step: torch.Tensor, changes: torch.Tensor, nobody: int) -> torch.Tensor:
+    """The operator: ids [tokens, top_k] as they are, but for rows whose adapter changes an expert here: `nobody`.
+    `step`: see `StepAdapters`; `changes` bool [slots]."""
     found = ids.clone()
-    changed = _changed(ids, step, first_ranks, second_ranks)
+    changed = _changed(ids, step, changes)
     if changed is not None:
-        found[changed[0]] = len(first_ranks)
+        found[changed[0]] = nobody
     return found
 
 
-@leave_adapted.register_fake
-def _(ids: torch.Tensor, step: torch.Tensor, first_ranks: torch.Tensor, second_ranks: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(ids)
-
-
-@torch.library.custom_op("pageloom::add_adapted_experts", mutates_args=("y",))
 def add_adapted_experts(
     y: torch.Tensor,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
     step: torch.Tensor,
+    changes: torch.Tensor,
     matrices: Sequence[torch.Tensor],
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
@@ -54,14 +58,14 @@ def add_adapted_experts(
     packed: Sequence[int],
     namespace: str,
 ) -> None:
-    """Adds to rows of y [tokens, hidden] that `leave_adapted` left out what their experts make of x, in place.
+    """The operator: adds to rows of y [tokens, hidden] that `leave_adapted` left out what their experts make of x.
 
     ids, `weights` [tokens, top_k], as `Router` returns them; `matrices` gate_up and down; `factors` first_a, first_b,
     second_a, second_b and ranks: see `AdaptedExperts`. `activation`: its name, of gated ones with "gated " before it;
     empty: of GPT-OSS, with `numbers`, its limit and alpha. `packed`: inner size, formats of both matrices and the gate,
     of matrices that are packed for the kernels in `namespace`; none: they are dense.
     """
-    changed = _changed(ids, step, first_ranks, second_ranks)
+    changed = _changed(ids, step, changes)
     if changed is None:
         return
     rows, slots = changed
@@ -88,9 +92,17 @@ def add_adapted_experts(
         y[rows] = Experts.combined(made, positions, weights[rows], y[rows])
 
 
-@add_adapted_experts.register_fake
-def _(y: torch.Tensor, *others: object) -> None:
+def _like_ids(ids: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(ids)
+
+
+def _nothing(*arguments: object) -> None:
     return None
+
+
+for _function, _made in ((leave_adapted, _like_ids), (add_adapted_experts, _nothing)):
+    _library.impl(_function.__name__, _function, "CPU")  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    torch.library.register_fake(f"pageloom::{_function.__name__}", _made, lib=_library)
 
 
 class _Expert:
@@ -140,9 +152,7 @@ class _Expert:
         return gated(inner, known) if is_gated else activated(inner, known)
 
 
-def _changed(
-    ids: torch.Tensor, step: torch.Tensor, first_ranks: torch.Tensor, second_ranks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _changed(ids: torch.Tensor, step: torch.Tensor, changes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Rows whose adapter changes an expert, and their slots; None: there are none."""
     count, most = int(step[0]), step.numel() // 2 - 1
     if not count:
@@ -150,7 +160,6 @@ def _changed(
     order = step[1 + most : 1 + most + count].long()
     order = order[order < len(ids)]  # whoever tries a piece while a step runs meets that step's rows
     slots = step[1 : 1 + most][order].long()
-    changes = (first_ranks.amax((0, 2)) > 0) | (second_ranks.amax((0, 2)) > 0)
     does = changes[slots] & (slots >= 0)
     return (order[does], slots[does]) if does.any() else None
 
@@ -174,6 +183,7 @@ class AdaptedExperts(nn.Module):
     second_b: torch.Tensor
     first_ranks: torch.Tensor
     second_ranks: torch.Tensor
+    changes: torch.Tensor
 
     def __init__(self, experts: nn.Module, hidden: int, place: Place) -> None:
         """Raises `ConfigError`."""
@@ -196,6 +206,7 @@ class AdaptedExperts(nn.Module):
         everyone = torch.arange(count, dtype=torch.int32)
         experts.places = torch.cat([everyone, torch.tensor([-1], dtype=torch.int32)])
         self.register_buffer("step", place.step)
+        self.register_buffer("changes", torch.zeros(place.slots, dtype=torch.bool))
         for name, inputs, outputs, of in (("first", hidden, first, parts), ("second", inner, hidden, 1)):
             a = (count, place.slots, of, place.max_rank, inputs)
             self.register_buffer(f"{name}_a", torch.zeros(a, dtype=place.dtype))
@@ -222,11 +233,13 @@ class AdaptedExperts(nn.Module):
         put(all_b[expert, slot], start, b, scale)
         all_a[expert, slot, part, : len(a)].copy_(a)
         ranks[expert, slot, part] = len(a)
+        self.changes[slot] = True
 
     def clear(self, slot: int) -> None:
         """See `Adapted.clear`."""
         self.first_ranks[:, slot] = 0
         self.second_ranks[:, slot] = 0
+        self.changes[slot] = False
 
     @property
     def nbytes(self) -> int:
@@ -236,19 +249,22 @@ class AdaptedExperts(nn.Module):
         self, x: torch.Tensor, ids: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `engine.models.experts.Experts`."""
-        base, ranks = self.experts, (self.first_ranks, self.second_ranks)
-        y: torch.Tensor = base(x, torch.ops.pageloom.leave_adapted(ids, self.step, *ranks), factors, residual)
+        base, nobody = self.experts, len(self.first_ranks)
+        left = torch.ops.pageloom.leave_adapted(ids, self.step, self.changes, nobody)
+        y: torch.Tensor = base(x, left, factors, residual)
         torch.ops.pageloom.add_adapted_experts(
             y,
             x,
             ids,
             factors,
             self.step,
+            self.changes,
             [base.gate_up, base.down],
             base.gate_up_bias,
             base.down_bias,
             [self.first_a, self.first_b, self.second_a, self.second_b],
-            *ranks,
+            self.first_ranks,
+            self.second_ranks,
             self._activation,
             self._numbers,
             self._packed,

@@ -175,16 +175,22 @@ class AdapterFiles:
         for name in list(self._tensors):
             match = _NAME.fullmatch(name)
             if match is not None and targets.find_stack(match[1]) is not None:
-                stacked.setdefault(match[1], {})[match[2]] = self._tensors.pop(name)
+                pair = stacked.setdefault(match[1], {})
+                if match[2] in pair:
+                    raise WeightsError(f"{self._file}: {shown(match[1])} has lora_{match[2]} twice")
+                pair[match[2]] = self._tensors.pop(name)
         try:
-            self._tensors |= spread(stacked, targets)
+            apart = spread(stacked, targets)
         except ValueError as error:
             raise WeightsError(f"{self._file}: {error}") from error
+        if twice := sorted(apart.keys() & self._tensors.keys()):
+            raise WeightsError(f"{self._file}: {twice[0]} is there for one expert, and among those of all")
+        self._tensors |= apart
 
     def _header(self, module: str, pair: dict[str, str], targets: Targets) -> _Header:
         part = targets.find(module)
         if part is None:
-            if targets.has_experts and targets.no_experts(module):
+            if targets.lacks_experts(module):
                 raise WeightsError(f"{self._file}: {shown(module)} changes experts: set --max-lora-expert-rank, too")
             known = ", ".join(targets.kinds)
             raise WeightsError(f"{self._file}: {shown(module)} cannot be adapted here; {known} of this model can")

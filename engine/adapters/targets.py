@@ -15,8 +15,12 @@ from engine.models.spec import DecoderSpec, ExpertsSpec
 from engine.models.stages import Stage, stage_rows
 from engine.models.taken import Taken, shard_rows
 
-_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*experts((?:\.base_layer)*)")
-_EXPERT = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*experts\.(\d+)\.(\w+)")
+_BEHIND = ".base_layer"
+"""PEFT's, of what is changed twice"""
+_LAYER = re.compile(r".*?layers\.\d+")
+_CALLED = ("mlp.experts", "block_sparse_moe.experts", "feed_forward.experts", "mixer.experts")
+"""the experts of a layer, by releases of transformers that call them otherwise than checkpoints do"""
+_DIGITS = 9
 _MATRICES = {
     "gate_proj": ("gate_up", 0),
     "up_proj": ("gate_up", -1),
@@ -66,7 +70,7 @@ class Targets:
     """Of a model, whole, as far as `config` has room for them. Torch-free."""
 
     def __init__(self, spec: DecoderSpec, config: LoRAConfig) -> None:
-        family = family_named(spec.family)
+        self._family = family = family_named(spec.family)
         self._config = config
         self.inputs = layers = _layers(spec)
         """of each layer: how many its product has"""
@@ -74,7 +78,7 @@ class Targets:
         """by the decoder's layer, in the order of its outputs"""
         self.named: dict[str, Part] = {}
         """by the names that modules have in transformers; some have several"""
-        self._stacks: dict[int, Stack] = {}
+        self._stacks: dict[str, Stack] = {}
         named: dict[str, list[tuple[str, Rows]]] = {}
         all_rows = family.weight_rows(spec)
         for name, rows in all_rows.items():
@@ -85,18 +89,14 @@ class Targets:
             found.sort(key=lambda one: one[1].start)
             self.parts[layer] = [Part(layer, index, rows) for index, (_, rows) in enumerate(found)]
             for (name, _), part in zip(found, self.parts[layer], strict=True):
-                bare = name.removeprefix(family.prefix)
-                names = {name, bare, f"model.{bare}"}  # the last: where checkpoints call a module otherwise
-                if family.wrapper is not None:
-                    names.add(family.wrapper.name_of(name))
-                self.named.update(dict.fromkeys(names, part))
+                self.named.update(dict.fromkeys(self._names(name), part))
         self.has_experts = any(layer.experts is not None for layer in spec.layers)
         if config.max_lora_expert_rank:
             self._add_experts(spec, all_rows)
 
     def _add_experts(self, spec: DecoderSpec, all_rows: Mapping[str, Rows]) -> None:
         """Their matrices have no modules of their own in transformers, and names of many kinds."""
-        stacked = {rows.parameter: rows for rows in all_rows.values() if rows.expert == "all"}
+        stacks: dict[str, Stack] = {}
         for index, layer in enumerate(spec.layers):
             if (experts := layer.experts) is not None:
                 name = f"layers.{index}.experts"
@@ -105,7 +105,18 @@ class Targets:
                     self.parts.setdefault(part.layer, []).append(part)
                     is_first = part.rows.parameter.endswith("gate_up")
                     self.inputs[part.layer] = spec.hidden_size if is_first else experts.inner_size
-                self._stacks[index] = Stack(experts, parts, stacked.get(f"{name}.gate_up"))
+                stacks[name] = Stack(experts, parts, None)
+        for name, rows in all_rows.items():
+            parameter, _, kind = rows.parameter.rpartition(".")
+            if kind != "gate_up" or rows.expert is None or rows.expert not in (0, "all"):
+                continue
+            if rows.expert == "all":
+                stacks[parameter] = stacks[parameter]._replace(first=rows)
+            container = name.removesuffix(".weight").rpartition(".")[0].removesuffix(".0")
+            of_layer = _LAYER.match(container)
+            others = () if of_layer is None else tuple(f"{of_layer[0]}.{each}" for each in _CALLED)
+            for called in (container, *others):
+                self._stacks.update(dict.fromkeys(self._names(called), stacks[parameter]))
 
     def most_rank(self, part: Part) -> int:
         return self._config.max_lora_rank if part.rows.expert is None else self._config.max_lora_expert_rank
@@ -120,28 +131,43 @@ class Targets:
         """By the name of the module in transformers, or, of an expert, in checkpoints; None: adapters do not change
         it here."""
         part = self.named.get(module)
-        found = _EXPERT.fullmatch(module) if part is None else None
-        if found is None or (stack := self._stacks.get(int(found[1]))) is None or found[3] not in _MATRICES:
+        of_expert, _, matrix = module.rpartition(".")
+        experts, _, number = of_expert.rpartition(".")
+        stack = self._stacks.get(experts)
+        if part is not None or stack is None or matrix not in _MATRICES:
             return part
-        kind, which = _MATRICES[found[3]]
-        parts = stack.parts[int(found[2])] if int(found[2]) < len(stack.parts) else []
-        of_kind = [part for part in parts if part.rows.parameter.endswith(f".{kind}")]
-        is_there = len(of_kind) > 1 or found[3] not in ("gate_proj", "w3")
-        return of_kind[which] if of_kind and is_there else None
+        if not (number.isascii() and number.isdigit()) or len(number) > _DIGITS or int(number) >= len(stack.parts):
+            return None
+        kind, which = _MATRICES[matrix]
+        of_kind = [part for part in stack.parts[int(number)] if part.rows.parameter.endswith(f".{kind}")]
+        is_there = len(of_kind) > 1 or matrix not in ("gate_proj", "w1")
+        return of_kind[which] if is_there or kind == "down" else None
 
     def find_stack(self, module: str) -> Stack | None:
-        """By the name of the module of all of a layer's experts, which an adapter's file repeats for every tensor."""
-        found = _EXPERTS.fullmatch(module)
-        return None if found is None else self._stacks.get(int(found[1]))
+        """By the name of the module of all of a layer's experts, which a file has again for its other tensors."""
+        return self._stacks.get(whole_name(module))
+
+    def _names(self, name: str) -> set[str]:
+        """Of a checkpoint's module, in transformers."""
+        family, bare = self._family, name.removeprefix(self._family.prefix)
+        names = {name, bare, f"model.{bare}"}  # the last: where checkpoints call a module otherwise
+        if family.wrapper is not None:
+            names.add(family.wrapper.name_of(name))
+        return names
 
     @property
     def kinds(self) -> list[str]:
         """The last parts of the names, for messages."""
         return sorted({name.rpartition(".")[2] for name in self.named})
 
-    def no_experts(self, module: str) -> bool:
+    def lacks_experts(self, module: str) -> bool:
         """It is of experts, for which there is no room."""
-        return (_EXPERT.fullmatch(module) or _EXPERTS.fullmatch(module)) is not None and not self._stacks
+        return self.has_experts and not self._stacks and ".experts." in f"{module}."
+
+
+def whole_name(module: str) -> str:
+    """Of the experts of a layer, without what PEFT puts behind."""
+    return module.removesuffix(_BEHIND).removesuffix(_BEHIND)
 
 
 def own_parts(

@@ -255,7 +255,8 @@ class Fleet(Generic[C]):
             except CoreDiedError as error:  # the receiver is to find it
                 refused = refused if isinstance(refused, QueueFullError) else error
             else:
-                self._router.sent(message, place, len(left.request_ids))
+                wanted = len(self._deliveries.left(message.request_id))  # of a search less than is computed again
+                self._router.sent(message, place, wanted or None)
                 return place
         raise refused
 

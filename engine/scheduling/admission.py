@@ -114,7 +114,13 @@ class Admission:
         """It would start, but for those that run."""
         if seq.in_flight or any(follower.in_flight for follower in seq.followers):
             return False
-        return len(self._rows.free) < _rows_of(seq) or self._is_blocked(seq, self._held.room)
+        if len(self._rows.free) < _rows_of(seq):
+            return True
+        if seq.blocks.on_host:
+            return self._is_blocked(seq, self._held.room)
+        with self._held.failures.isolate(seq):
+            return self._find_room(seq, self._config.max_num_batched_tokens) is None
+        return False
 
     def for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
         """What is left of the step, but for what those that may start and are as urgent will take of its other half."""

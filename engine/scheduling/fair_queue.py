@@ -5,6 +5,7 @@ starts next; a more urgent priority comes first. What the prefix cache had costs
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence as Tokens
 
 from engine.request import Tenant
@@ -98,8 +99,8 @@ class FairQueue(WaitingQueue):
         assert account is not None
         queue = self._queues.get(account)
         if queue is None:
-            # Nobody has saved up what he did not ask for.
-            others = (each.served for each in self._queues)
+            # Nobody has saved up what he did not ask for; of equals whoever comes is the first, and may be made way for.
+            others = (math.nextafter(each.served, -math.inf) for each in self._queues)
             account.served = max(account.served, min(others, default=self._latest.served))
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)

@@ -125,6 +125,18 @@ def test_a_search_begins_again() -> None:
     assert deliveries.resumed("a") == msgspec.structs.replace(message, accepted=True)
 
 
+def test_a_search_of_which_one_has_ended_is_over_with_the_others() -> None:
+    """It begins again whole; of the sequences that are told of none is waited for that had ended."""
+    life = Life(3)
+    life.fleet.send(msgspec.structs.replace(added("a", [1, 2, 3], 40, n=2), beams=BeamParams(width=3)))
+    life.fleet.send(AbortRequests(request_ids=["a"]))
+    number = life.fleet._deliveries.replica_of("a-1")
+    life.fleet.lost(next(each for each in life.fleet.replicas if each.number == number), CoreDiedError("gone"))
+    life.fleet.send(AbortRequests(request_ids=["a-1"]))
+    [last] = life.fleet.replicas
+    assert life.fleet.is_idle(last.number)
+
+
 def test_requests_wait_for_the_core_that_follows() -> None:
     life = Life(9, followed=True)
     life.request("a", 2)
