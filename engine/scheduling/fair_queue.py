@@ -99,7 +99,7 @@ class FairQueue(WaitingQueue):
         assert account is not None
         queue = self._queues.get(account)
         if queue is None:
-            # Nobody has saved up what he did not ask for; of equals whoever comes is the first, and may be made way for.
+            # Nobody has saved up what he did not ask for. Of equals who comes is the first, and is made way for.
             others = (math.nextafter(each.served, -math.inf) for each in self._queues)
             account.served = max(account.served, min(others, default=self._latest.served))
             queue = self._queues[account] = WaitingQueue()

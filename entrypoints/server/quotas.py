@@ -106,11 +106,13 @@ class Quotas:
         now, most = self._clock(), self._most_running
         if most is not None and (running := int(self._counts.of_all)) >= most:
             raise RateLimitedError(f"{running} requests of this key are running, of {most}", "concurrency", 1.0)
-        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)) > 0:
-            message = f"this key may send {self._requests.per_minute} requests a minute"
-            raise RateLimitedError(message, "requests", wait_s)
-        if self._tokens is not None and (wait_s := self._tokens.wait_s(1, now)) > 0:
-            raise RateLimitedError(f"this key may use {self._tokens.per_minute} tokens a minute", "tokens", wait_s)
+        buckets = self._buckets
+        waits = {name: each.wait_s(1, now) for name, each in buckets.items() if each is not None}
+        quota = max(waits, key=lambda name: waits[name], default=None)
+        if quota is not None and waits[quota] > 0 and (bucket := buckets[quota]) is not None:
+            may = "send" if quota == "requests" else "use"
+            message = f"this key may {may} {bucket.per_minute} {quota} a minute"
+            raise RateLimitedError(message, quota, waits[quota])  # who waits for the longest has waited for all
         if self._requests is not None:
             self._requests.take(1, now)
         self.hold()
@@ -127,8 +129,12 @@ class Quotas:
             with self._counts.alone():
                 self._tokens.take(tokens, self._clock())
 
+    @property
+    def _buckets(self) -> dict[Quota, Bucket | None]:
+        return {"requests": self._requests, "tokens": self._tokens}
+
     def shown(self) -> dict[Quota, Shown]:
-        buckets: dict[Quota, Bucket | None] = {"requests": self._requests, "tokens": self._tokens}
+        buckets = self._buckets
         if not any(buckets.values()):
             return {}
         with self._counts.alone():

@@ -247,10 +247,8 @@ def test_no_more_is_admitted_than_allowed_and_who_waits_as_told_is_let_in(
                     continue
                 assert error.retry_after_s > 0
                 now += error.retry_after_s + 1e-6
-                if error.quota == "requests":
-                    assert quotas._requests is not None and quotas._requests.left(now) >= 1
-                else:
-                    assert quotas._tokens is not None and quotas._tokens.left(now) >= 1
+                for bucket in (quotas._requests, quotas._tokens):
+                    assert bucket is not None and bucket.left(now) >= 1
             else:
                 admitted, under_way = admitted + 1, under_way + 1
         assert under_way <= running
