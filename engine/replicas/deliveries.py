@@ -16,20 +16,24 @@ from msgspec.structs import replace
 from engine.core.wire import AddRequest, Delta, Resumed, SequenceDelta, TokenDeltas
 
 
+WELL_ON = 16
+"""tokens of a sequence: more than a core has computed and not told when it dies, in steps in flight, with their drafts"""
+
+
 class _Request(msgspec.Struct, eq=False):
     message: AddRequest
     replica: int | None
     """None: it waits for one"""
     left: set[str]
     """of its sequences, those that have not ended"""
-    had: int = 0
-    """tokens of these that had been delivered when the replica was given it, and sequences"""
 
 
 class _Sequence(msgspec.Struct, eq=False):
     request: _Request
     tokens: array[int] = msgspec.field(default_factory=lambda: array("i"))
     """delivered"""
+    had: int = 0
+    """tokens that had been delivered when the replica was given it"""
     prompt_logprobs: int = 0
     was_told: bool = False
     """when it started"""
@@ -62,7 +66,7 @@ class Deliveries:
 
     def add(self, message: AddRequest, replica: int | None) -> None:
         """None: it waits for one, and is to `move`."""
-        request = _Request(message, replica, set(message.request_ids), len(message.request_ids))
+        request = _Request(message, replica, set(message.request_ids))
         self._requests[message.request_id] = request
         for name in message.request_ids:
             self._sequences[name] = _Sequence(request)
@@ -70,16 +74,20 @@ class Deliveries:
     def move(self, request_id: str, replica: int | None) -> None:
         """Another replica goes on with it, as `resumed` says; None: it waits for one. What the one before tells of it
         from now on is nobody's."""
-        request = self._requests[request_id]
-        request.replica, request.had = replica, self._has(request)
+        self._requests[request_id].replica = replica
+        for sequence in self._sequences_of(request_id):
+            sequence.had = len(sequence.tokens)
 
     def got_on(self, request_id: str) -> bool:
-        """Anything was delivered since then."""
-        request = self._requests[request_id]
-        return self._has(request) != request.had
+        """Something of each sequence that has not ended was delivered since then."""
+        return all(len(each.tokens) > each.had for each in self._sequences_of(request_id))
 
-    def _has(self, request: _Request) -> int:
-        return sum(1 + len(self._sequences[name].tokens) for name in request.left)
+    def well_on(self, request_id: str) -> bool:
+        """So much that it is behind all that a core computed of it before."""
+        return all(len(each.tokens) - each.had >= WELL_ON for each in self._sequences_of(request_id))
+
+    def _sequences_of(self, request_id: str) -> list[_Sequence]:
+        return [self._sequences[name] for name in self._requests[request_id].left]
 
     def message(self, request_id: str) -> AddRequest:
         """As it came."""

@@ -305,7 +305,7 @@ class Fleet(Generic[C]):
         lost, killers = self._router.remove(replica.number), list[str]()
         go_on = lost
         if death is not None:
-            go_on, killers = self._suspects.of_death(lost, self._deliveries.got_on)
+            go_on, killers = self._suspects.of_death(lost, self._deliveries.got_on, self._deliveries.well_on)
         for name in lost:
             self._deliveries.move(name, None)
         for name in killers:
@@ -324,7 +324,7 @@ class Fleet(Generic[C]):
     def _try_suspect(self) -> None:
         """The next one, when the trial before is over; behind the last one the court is a replica like any other."""
         court, left = self._court, self._deliveries.left
-        if court is None or self._suspects.is_trying(left, self._deliveries.got_on):
+        if court is None or self._suspects.is_trying(left, self._deliveries.well_on):
             return
         name = self._suspects.next(left)
         self._router.drain(court.number, name is None and court.draining)

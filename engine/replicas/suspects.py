@@ -1,5 +1,5 @@
 """Which request kills cores. Those that a core had when it died are suspects, unless they have got on in it; who was
-there twice is tried in a core where nobody else is, so that the next death convicts it."""
+there twice is tried in a core where nobody else is but those that were acquitted, so that the next death convicts it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ TWICE = 2
 
 
 class Suspects:
-    """Requests by their names. Not thread-safe. `got_on`: whether anything of one was delivered since it was sent where
-    it is: what kills a core does so again at the same place. `left`: what is left of one."""
+    """Requests by their names. Not thread-safe. `left`: what is left of one. `got_on`: whether something of each of its
+    sequences was delivered since it was sent where it is: what kills a core does so again at the same place. `well_on`:
+    whether more was than a core computes and has not told when it dies: then that place is behind it."""
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
@@ -19,13 +20,16 @@ class Suspects:
         self._waiting: deque[str] = deque()
         self._on_trial: str | None = None
 
-    def of_death(self, present: list[str], got_on: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    def of_death(
+        self, present: list[str], got_on: Callable[[str], bool], well_on: Callable[[str], bool]
+    ) -> tuple[list[str], list[str]]:
         """A core died that had these. Returns those that go on at once, and who is to blame: a suspect, where all
-        others that were there have got on."""
+        others that were there were well on."""
         if self._on_trial in present:
             self._on_trial = None
         still = [name for name in present if not got_on(name)]
-        if len(still) == 1 and self._deaths[still[0]] >= TWICE:
+        alone = all(well_on(name) for name in present if name not in still)
+        if len(still) == 1 and alone and self._deaths[still[0]] >= TWICE:
             del self._deaths[still[0]]
             return [name for name in present if name not in still], still
         for name in present:
@@ -40,10 +44,10 @@ class Suspects:
         """It is to be tried."""
         return self._deaths.get(name, 0) >= TWICE
 
-    def is_trying(self, left: Callable[[str], list[str]], got_on: Callable[[str], bool]) -> bool:
-        """The trial goes on: who has got on, or is over, is acquitted."""
+    def is_trying(self, left: Callable[[str], list[str]], well_on: Callable[[str], bool]) -> bool:
+        """The trial goes on: who is well on, or over, is acquitted."""
         name = self._on_trial
-        if name is None or (left(name) and not got_on(name)):
+        if name is None or (left(name) and not well_on(name)):
             return name is not None
         self._on_trial = None
         self._deaths.pop(name, None)

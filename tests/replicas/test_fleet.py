@@ -29,7 +29,7 @@ from engine.core.wire import (
     each_delta,
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
-from engine.replicas.deliveries import Deliveries
+from engine.replicas.deliveries import WELL_ON, Deliveries
 from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.router import Router
 from engine.step import RowParams, TokenLogprobs
@@ -116,6 +116,24 @@ def test_what_has_begun_is_told_of_once() -> None:
     deliveries.move("a", 1)
     again = SequenceDelta(request_id="a", token_ids=[2], started_at=2.0, cached_tokens=32)
     assert deliveries.take_in(1, [again]).deltas == [SequenceDelta(request_id="a", token_ids=[2])]
+
+
+def test_a_request_has_got_on_when_each_of_its_sequences_has() -> None:
+    """One that kills stands still at its token, while others of its samples go on."""
+    deliveries = Deliveries()
+    deliveries.add(added("a", [1, 2, 3], 40, n=2), 0)
+    first = TokenDeltas(request_ids=["a"], token_ids=[1])
+    deliveries.take_in(0, [first])
+    assert not deliveries.got_on("a")
+    deliveries.take_in(0, [TokenDeltas(request_ids=["a-1"], token_ids=[1])])
+    assert deliveries.got_on("a") and not deliveries.well_on("a")
+    deliveries.move("a", 1)
+    assert not deliveries.got_on("a")
+    for _ in range(WELL_ON):
+        deliveries.take_in(1, [first])
+    assert not deliveries.got_on("a") and not deliveries.well_on("a")
+    deliveries.end("a-1")
+    assert deliveries.well_on("a")
 
 
 def test_a_search_begins_again() -> None:

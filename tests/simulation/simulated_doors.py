@@ -13,6 +13,9 @@ from engine.errors import CoreDiedError, ShutDownError
 from engine.front_ends.wire import FrontEndStart
 from engine.serving import Serving
 
+LEARNS_S = 0.2
+"""in which the hub knows that a front end was killed"""
+
 
 class Doors:
     def __init__(self, world: Any, client: SimulatedReplicatedClient, building: Any, count: int) -> None:
@@ -71,7 +74,7 @@ class Doors:
             if client.number in hub._owners.values():
                 world.broken(AssertionError("what a front end had that is gone goes on"))
 
-        world.loop.call_later(world.rng.uniform(0.0, 0.2), lost)
+        world.loop.call_later(world.rng.uniform(0.0, LEARNS_S), lost)
         self.servings[place] = self._new()
         return serving
 

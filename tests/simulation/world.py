@@ -18,7 +18,7 @@ from guests import Guest, Wish, draw_wishes
 from msgspec.structs import replace
 from simulated_client import SimulatedProcessClient, SimulatedReplicatedClient
 from simulated_core import FAULTY, KILLER, ORDERLY, Shape, SimulatedCore
-from simulated_doors import Doors
+from simulated_doors import LEARNS_S, Doors
 from tiny_front import config_of
 from virtual_time import VirtualLoop
 
@@ -299,7 +299,7 @@ class World:
         killed = self.doors.kill(self.rng.randrange(self.doors.count))
         for guest, life in zip(self.guests, self._lives, strict=True):
             if getattr(guest, "serving", None) is killed and not life.done():
-                guest.end, guest.ended_at = "cut_off", self.loop.time()
+                guest.end, guest.ended_at = "cut_off", self.loop.time() + LEARNS_S
                 life.cancel()
 
     def _wake_up(self) -> None:
