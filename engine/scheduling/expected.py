@@ -126,6 +126,7 @@ class Expected:
         others' that run."""
         now = self.clock()
         self._came.append(now)
+        self._returns.came(now)
         if request.deadline_s is None:
             return False
         job, forecast = self._job(request), self._forecast(request)
@@ -142,9 +143,10 @@ class Expected:
 
     def when_room(self, request: AddRequest) -> float:
         """Seconds until one is to ask again for whom there is no place among those that wait."""
-        each_s = self._forecast(request).takes_s(self._job(request))
+        now, each_s = self.clock(), self._forecast(request).takes_s(self._job(request))
+        self._returns.came(now)
         line = request.tenant.name, request.priority
-        return self._returns.take(line, self.clock(), max(each_s, _LEAST_S), each_s)
+        return self._returns.take(line, now, max(each_s, _LEAST_S), each_s)
 
     def _check(self, request: AddRequest, deadline_s: float, job: Job, forecast: Forecast) -> None:
         seconds = self._margin * forecast.seconds(job)

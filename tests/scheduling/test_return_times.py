@@ -37,3 +37,32 @@ def test_few_lines_are_remembered() -> None:
         times.take(line, 0.0, 0.0, 1.0)
     assert len(times._ends) <= 1024
     assert times.take(4999, 0.0, 0.0, 1.0) == 1.0
+
+
+def test_who_was_told_and_does_not_come_stands_in_nobodys_way() -> None:
+    times = ReturnTimes()
+    for _ in range(60):  # a burst, of which nobody comes again
+        times.take("a", 0.0, 0.0, 1.0)
+    times.came(5.0)
+    assert times.take("a", 5.0, 0.5, 1.0) > 40.0, "three have not come, nor is it known of many of those behind them"
+    times.came(25.0)
+    assert times.take("a", 25.0, 0.5, 1.0) < 8.0
+    times.came(55.0)
+    assert times.take("a", 55.0, 0.5, 1.0) < 2.0
+
+
+def test_those_who_come_when_they_were_told_to_keep_the_line() -> None:
+    times, told = ReturnTimes(), list[float]()
+    for _ in range(30):
+        told.append(times.take("a", 0.0, 1.0, 1.0))
+    for at in told[:20]:
+        times.came(at + 0.5)
+    assert times.take("a", 20.5, 1.0, 1.0) == 10.5
+    assert times.take("a", 20.5, 1.0, 1.0) == 11.5
+
+
+def test_as_many_are_waited_for_as_may_be() -> None:
+    times = ReturnTimes()
+    for line in range(20_000):
+        times.take(line, 0.0, 0.0, 1.0)
+    assert len(times._due) <= 4096
