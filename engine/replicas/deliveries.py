@@ -15,9 +15,8 @@ from msgspec.structs import replace
 
 from engine.core.wire import AddRequest, Delta, Resumed, SequenceDelta, TokenDeltas
 
-
 WELL_ON = 16
-"""tokens of a sequence: more than a core has computed and not told when it dies, in steps in flight, with their drafts"""
+"""tokens of a sequence: more than a core has computed and not told when it dies (steps in flight, with their drafts)"""
 
 
 class _Request(msgspec.Struct, eq=False):

@@ -1,5 +1,5 @@
 """Which request kills cores. Those that a core had when it died are suspects, unless they have got on in it; who was
-there twice is tried in a core where nobody else is but those that were acquitted, so that the next death convicts it."""
+there twice is tried in a core where nobody else is but who was acquitted, so that the next death convicts it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
-        """in a row, in which a request has not got on"""
+        """in which a request had not got on, since it was well on"""
         self._waiting: deque[str] = deque()
         self._on_trial: str | None = None
 
@@ -35,7 +35,7 @@ class Suspects:
         for name in present:
             if name in still:
                 self._deaths[name] += 1
-            else:
+            elif well_on(name):
                 self._deaths.pop(name, None)
         self._waiting += [name for name in present if self._deaths[name] >= TWICE]
         return [name for name in present if self._deaths[name] < TWICE], []

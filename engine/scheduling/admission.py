@@ -14,7 +14,7 @@ from engine.kv_cache.prefix import PrefixHit
 from engine.kv_cache.sequence_blocks import NO_GROWTH
 from engine.kv_cache.swapping import blocks_to_go_on
 from engine.scheduling.expected import Expected
-from engine.scheduling.holdings import Holdings
+from engine.scheduling.holdings import Holdings, urgency
 from engine.scheduling.placement import Placement
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.siblings import own_blocks, prefix_limit, start_of
@@ -118,15 +118,24 @@ class Admission:
             return True
         if seq.blocks.on_host:
             return self._is_blocked(seq, self._held.room)
+        return self._fits(seq, self._config.max_num_batched_tokens, self._held.growth) is False
+
+    def _fits(self, seq: Sequence, budget: int, kept: int = 0) -> bool | None:
+        """Beside those that run, and so many blocks; None: that failed."""
         with self._held.failures.isolate(seq):
-            return self._find_room(seq, self._config.max_num_batched_tokens) is None
-        return False
+            return self._find_room(seq, budget, kept) is not None
+        return None
 
     def for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
-        """What is left of the step, but for what those that may start and are as urgent will take of its other half."""
+        """What is left of the step, but for what those that start in it will take: as they need if they are more
+        urgent, of its other half if they are as urgent."""
         budget, first = draft.budget, self.next()
-        if first is None or first.key[0] > seq.key[0] or self._is_blocked(first, self._held.room):
+        if first is None or urgency(first) > urgency(seq) or self._is_blocked(first, self._held.room):
             return budget
+        if not first.blocks.on_host and not self._fits(first, budget):
+            return budget
+        if urgency(first) < urgency(seq):
+            return max(budget - len(first.tokens), 0)
         taken = min(budget // 2, self.waiting_tokens)
         return max(budget - taken, min(budget, self._config.min_shared_chunk))
 
@@ -154,13 +163,14 @@ class Admission:
             self._start(draft, seq, hit)
         return hit is not None
 
-    def _find_room(self, seq: Sequence, budget: int) -> PrefixHit | None:
+    def _find_room(self, seq: Sequence, budget: int, kept: int = 0) -> PrefixHit | None:
         """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
-        those that run, else None. Where nothing runs, those followers wait by themselves that do not fit.
+        those that run, and `kept` blocks, else None. Where nothing runs, those followers wait by themselves that do not
+        fit.
 
         All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
         """
-        room = self._held.room
+        room = self._held.room - kept
         if self._is_blocked(seq, room) or (self._config.whole_prompts and len(seq.tokens) > budget):
             return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))

@@ -61,6 +61,13 @@ class Holdings:
             room -= sum(own_blocks(follower, seq, self.kv) for follower in seq.followers)
         return room - self._watermark
 
+    @property
+    def growth(self) -> int:
+        """Blocks that those that decode take with their next step."""
+        rows = self.rows
+        looks = rows.ready & (rows.known - rows.computed == 1) & (rows.computed >= rows.room)
+        return sum(self.kv.blocks_to_grow(seq.blocks, len(seq.tokens) + 1) for seq in rows.owners[looks].tolist())
+
     def append(self, seq: Sequence, query_len: int, drafts: int = 0) -> Growth | None:
         """Room for as many tokens more of one that runs, and drafts behind them; None: there is none."""
         self.rows.settle_blocks(seq)
@@ -234,6 +241,11 @@ class Holdings:
         if self.fair is not None:
             self.fair.leave(seq)
         self.kv.free(seq.blocks)  # on the host, if anywhere
+
+
+def urgency(seq: Sequence) -> tuple[int, float]:
+    """Whose prompt is computed before others': the less, the sooner."""
+    return seq.key[0], _share(seq)
 
 
 def _share(seq: Sequence) -> float:

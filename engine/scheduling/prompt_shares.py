@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def prompt_shares(needs: Sequence[tuple[int, int]], budget: int, smallest: int) -> list[int]:
-    """Tokens for each of several prompts, (priority, tokens that are left) in the order of their urgency. Of those with
-    the first one's priority each takes half of what is left of the `budget`, or `smallest` if that is more, and the
+def prompt_shares(needs: Sequence[tuple[object, int]], budget: int, smallest: int) -> list[int]:
+    """Tokens for each of several prompts, (urgency, tokens that are left), the most urgent first. Of those that are as
+    urgent as the first one each takes half of what is left of the `budget`, or `smallest` if that is more, and the
     last one all of it; what is over then goes to all in order, so that no step is smaller than it need be."""
     left, shares = budget, [0] * len(needs)
-    equals = sum(priority == needs[0][0] for priority, _ in needs)
+    equals = sum(urgency == needs[0][0] for urgency, _ in needs)
     for index in range(equals):
         share = left if index + 1 == equals else max(left // 2, smallest)
         shares[index] = min(needs[index][1], share, left)

@@ -31,7 +31,7 @@ from engine.scheduling.expected import Expected
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.fetches import Fetches
 from engine.scheduling.figures import core_stats
-from engine.scheduling.holdings import Holdings
+from engine.scheduling.holdings import Holdings, urgency
 from engine.scheduling.micro_batches import most_prompt_tokens
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
@@ -210,7 +210,8 @@ class Scheduler:
             part = most_prompt_tokens(pending, self._config.stages, self._config.min_shared_chunk // 2)
             draft.budget = min(draft.budget, part)
         if prefilling and draft.budget > 0:
-            needs = [(seq.key[0], self._rows.remaining(seq)) for seq in prefilling]
+            prefilling.sort(key=urgency)
+            needs = [(urgency(seq), self._rows.remaining(seq)) for seq in prefilling]
             budget = max(self._admission.for_prompts(draft, prefilling[0]) - int(self._rows.drafts.sum()), 1)
             preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, self._config.min_shared_chunk))
         self._add_drafts(draft, decoding)

@@ -153,6 +153,31 @@ def test_who_runs_more_gives_way_to_who_comes(tight: str) -> None:
     loop.assert_nothing_leaked()
 
 
+def test_who_runs_less_has_the_step_before_the_prompts_of_who_runs_more() -> None:
+    loop = Loop(policy="fair", rows=8, num_blocks=400, budget=64, max_model_len=300, depth=0, min_shared_chunk=4)
+    for index in range(3):
+        loop.add(f"flood{index}", [index] * 200, 4, tenant=Tenant("flood"))
+    loop.turn()
+    loop.add("honest", [7] * 60, 4, tenant=Tenant("honest"))
+    loop.turn()
+    assert loop.tokens["honest"] and not loop.tokens["flood0"], "all of the step, but for a token"
+    loop.run()
+    loop.assert_nothing_leaked()
+
+
+def test_who_is_made_way_for_starts_though_those_that_run_need_blocks_in_the_same_step() -> None:
+    """Eight that decode in step need a block each at the same token. What is freed for who comes does for them, too."""
+    for turns in range(4, 12):
+        loop = Loop(policy="fair", rows=16, num_blocks=64, block_size=4, max_model_len=65, depth=0, budget=200)
+        for index in range(30):
+            loop.add(f"flood{index}", [index % 11, 1, 2, 3], 60, tenant=Tenant("flood"))
+        for _ in range(turns):
+            loop.turn()
+        loop.add("honest", [5] * 24, 4, tenant=Tenant("honest"))
+        loop.turn()
+        assert loop.tokens["honest"], f"behind {turns} steps"
+
+
 def test_who_is_alone_has_everything_and_is_never_preempted_for_fairness() -> None:
     loop = Loop(rows=4, num_blocks=200, max_model_len=65, policy="fair")
     for index in range(12):

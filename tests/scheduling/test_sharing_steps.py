@@ -36,7 +36,7 @@ def test_alone_or_among_the_less_urgent_a_long_prompt_has_all_of_a_step() -> Non
     loop.add("later", [3] * 8, 1, priority=2)
     loop.run()
     lengths = [plan.rows.query_lens.tolist() for plan in loop.plans]
-    assert lengths[0] == [32] and lengths[1] == [16, 16], "half of the step for what is more urgent"
+    assert lengths[0] == [32] and lengths[1] == [1, 31], "all of the step for what is more urgent, but a token"
     assert lengths[2] == [32], "all of it for the most urgent one"
 
 
