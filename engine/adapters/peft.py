@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 
 from engine.adapters.config import LoRAConfig
@@ -28,7 +28,7 @@ _MOST_NUMBER = 1e9
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 _OF_EXPERTS = re.compile(r"(?:^|\.)experts\.\w+$")
 _HEADER_BYTES, _NUMBER_BYTES = 1 << 24, 8
-_FLOATING = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NOTHING: dict[str, tuple[object, ...]] = {
     "use_dora": (),
     "use_qalora": (),
@@ -65,10 +65,10 @@ class _Header(NamedTuple):
 
 
 def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConfig | None) -> None:
-    """That they can be loaded. Raises `InvalidRequestError`."""
+    """That they can be loaded, by what their headers say: no number is read. Raises `InvalidRequestError`."""
     assert spec is not None and config is not None
     try:
-        AdapterFiles(adapter, Targets(spec, config))
+        AdapterFiles(adapter, Targets(spec, config), headers_only=True)
     except (ConfigError, WeightsError) as error:
         raise InvalidRequestError(str(error), "lora_path") from error
 
@@ -80,7 +80,10 @@ class AdapterFiles:
     digest = ""
     """of both files, if it was wanted"""
 
-    def __init__(self, request: LoRARequest, targets: Targets, digest: bool = False) -> None:
+    def __init__(
+        self, request: LoRARequest, targets: Targets, digest: bool = False, headers_only: bool = False
+    ) -> None:
+        """`headers_only`: to be checked; it has no `factors`."""
         path = Path(request.lora_path)
         self._config = path / CONFIG
         self._file = path / WEIGHTS
@@ -97,8 +100,8 @@ class AdapterFiles:
         if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            data = self._read(targets)
-            self._tensors = load(data)
+            data = b"" if headers_only else self._read(targets)
+            self._tensors = self._shapes(targets) if headers_only else load(data)
         except KeyError as error:
             raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
         except (SafetensorError, OSError, ValueError) as error:
@@ -108,14 +111,26 @@ class AdapterFiles:
         self._headers = self._read_headers(targets)
 
     def _read(self, targets: Targets) -> bytes:
-        most = _HEADER_BYTES + targets.most_values * _NUMBER_BYTES
         with self._file.open("rb") as file:
-            data = file.read(most + 1)
-        if len(data) > most:
+            data = file.read(_most_bytes(targets) + 1)
+        self._check_size(len(data), targets)
+        return data
+
+    def _shapes(self, targets: Targets) -> dict[str, torch.Tensor]:
+        """Tensors that have shapes and types, and no numbers."""
+        self._check_size(self._file.stat().st_size, targets)
+        with safe_open(self._file, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: torch.empty(each.get_shape(), dtype=_FLOATING[each.get_dtype()], device="meta")
+                for name, each in slices.items()
+            }
+
+    def _check_size(self, size: int, targets: Targets) -> None:
+        if size > (most := _most_bytes(targets)):
             raise WeightsError(
                 f"{self._file}: more than {most} bytes, which adapters of the largest ranks have at most"
             )
-        return data
 
     def factors(self, dtype: torch.dtype, own_parts: Mapping[Part, Own]) -> list[Factors]:
         """Of a rank, which has `own_parts`."""
@@ -199,7 +214,7 @@ class AdapterFiles:
         shapes = {}
         for letter, name in pair.items():
             found = self._tensors[name]
-            if found.dtype not in _FLOATING:
+            if found.dtype not in _FLOATING.values():
                 raise WeightsError(f"{self._file}: tensor {name} is stored as {found.dtype}, not as floats")
             shapes[letter] = tuple(found.shape)
         rank = shapes["A"][0] if shapes["A"] else 0
@@ -214,3 +229,7 @@ class AdapterFiles:
             served = f"1 to {most} are served (--max-lora{setting}-rank)"
             raise WeightsError(f"{self._file}: {module} has rank {rank}; {served}")
         return _Header(part, pair["A"], pair["B"], rank)
+
+
+def _most_bytes(targets: Targets) -> int:
+    return _HEADER_BYTES + targets.most_values * _NUMBER_BYTES

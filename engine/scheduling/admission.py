@@ -135,7 +135,7 @@ class Admission:
         if not first.blocks.on_host and not self._fits(first, budget):
             return budget
         if urgency(first) < urgency(seq):
-            return max(budget - len(first.tokens), 0)
+            return max(budget - len(first.tokens), 1)
         taken = min(budget // 2, self.waiting_tokens)
         return max(budget - taken, min(budget, self._config.min_shared_chunk))
 
