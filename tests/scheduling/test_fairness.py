@@ -165,6 +165,22 @@ def test_who_runs_less_has_the_step_before_the_prompts_of_who_runs_more() -> Non
     loop.assert_nothing_leaked()
 
 
+def test_who_starts_before_one_that_runs_less_has_a_token_of_the_step() -> None:
+    """`b` was given more, so `a` is the first to start, though it runs more."""
+    loop = Loop(policy="fair", rows=8, num_blocks=400, budget=16, max_model_len=300, depth=0, min_shared_chunk=4)
+    for index in range(3):
+        loop.add(f"a{index}", [index], 60, tenant=Tenant("a"))
+    loop.add("b0", [7] * 200, 1, tenant=Tenant("b"))
+    while not loop.ends["b0"]:
+        loop.turn()
+    loop.add("a3", [8] * 30, 4, tenant=Tenant("a"))
+    loop.add("b1", [9] * 30, 4, tenant=Tenant("b"))
+    loop.turn()
+    assert sorted(loop.plans[-1].rows.query_lens.tolist()) == [1, 1, 1, 1, 12]
+    loop.run()
+    loop.assert_nothing_leaked()
+
+
 def test_who_is_made_way_for_starts_though_those_that_run_need_blocks_in_the_same_step() -> None:
     """Eight that decode in step need a block each at the same token. What is freed for who comes does for them, too."""
     for turns in range(4, 12):
