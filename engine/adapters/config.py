@@ -15,3 +15,6 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
     """slots: adapters that the rows of one step may have"""
     max_cpu_loras: int
     """adapters that are kept as they were read, beside those in slots"""
+
+BLOCK = 64
+"""outputs that the CPU kernels read together (their `kAdapterBlock`)"""

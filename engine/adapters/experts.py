@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from engine.adapters.linear import BLOCK, Place, put_blocks, put_rows
+from engine.adapters.config import BLOCK
+from engine.adapters.linear import Place, put_blocks, put_rows
 from engine.errors import ConfigError
 from engine.models.experts import Experts, gated
 from engine.models.layers import activated

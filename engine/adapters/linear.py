@@ -9,14 +9,13 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
+from engine.adapters.config import BLOCK
 from engine.errors import ConfigError
 from engine.models.layers import LayerNorm, Linear, Norm, finished
 from engine.models.packed import ActivatedLinear, JoinedLinear, PackedLinear
 from engine.models.spec import Activation
 
 NAME = "pageloom::add_adapters"
-BLOCK = 64
-"""as `kAdapterBlock` of the CPU kernels"""
 
 
 @torch.library.custom_op(NAME, mutates_args=("y",))

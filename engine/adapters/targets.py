@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from engine.adapters.config import LoRAConfig
+from engine.adapters.config import BLOCK, LoRAConfig
 from engine.models.families.registry import family_named
 from engine.models.families.rows import Rows
 from engine.models.mixers import MixerSpec
@@ -202,8 +203,12 @@ def table_bytes(
     """Of the factors that all slots have room for, and of those that are kept beside them, unless slots are
     `on_device` and these are not; a rank's of the model `spec`."""
     kept, targets = config.max_loras + (0 if on_device else config.max_cpu_loras), Targets(spec, config)
-    own_of = own_parts(spec, targets, shard, stage)
-    values = sum(targets.most_rank(part) * (own.inputs + own.outputs) for part, own in own_of.items())
+    values, outputs = 0, Counter[tuple[str, int]]()
+    for part, own in own_parts(spec, targets, shard, stage).items():
+        rank = targets.most_rank(part)
+        values += rank * own.inputs
+        outputs[own.layer, rank] += own.outputs
+    values += sum(rank * -(-count // BLOCK) * BLOCK for (_, rank), count in outputs.items())  # as packed ones have them
     return kept * values * dtype_bytes
 
 
