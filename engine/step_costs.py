@@ -18,6 +18,10 @@ _MEMORY = 0.8
 
 class StepCosts:
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known."""
         self.prompt_token_s = 0.0
         """what a token of a prompt costs; 0: unknown"""
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)

@@ -338,7 +338,10 @@ class CoreLoop:
         if isinstance(message, AdapterLoaded):
             return self._scheduler.adapter_loaded(message.adapter)
         self._has_news = True
-        return [] if isinstance(message, StatsChanged) else self._scheduler.transferred(message)
+        if isinstance(message, StatsChanged):
+            self._scheduler.steps_changed()
+            return []
+        return self._scheduler.transferred(message)
 
     def _add(self, request: AddRequest) -> Sequence[Delta]:
         """A refused request fails alone, as a delta of its own."""

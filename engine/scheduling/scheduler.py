@@ -128,6 +128,10 @@ class Scheduler:
         self._adapted.loaded(adapter)
         return self.end_failed()
 
+    def steps_changed(self) -> None:
+        """They cost otherwise from now on: compiled pieces took over."""
+        self._costs.forget()
+
     def transferred(self, news: News) -> list[SequenceDelta]:
         """Pages have come, or will not; a lease is over."""
         if isinstance(news, LeaseEnded):
