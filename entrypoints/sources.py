@@ -92,14 +92,47 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
 
     try:
         text = file.read_text(encoding="utf-8")
-        found = yaml.safe_load(text) if len(text) <= _MOST_BYTES else None
+        found = _loaded(text) if len(text) <= _MOST_BYTES else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         parser.error(f"--config: cannot read {file}: {' '.join(str(error).split())}")
     if found is None and len(text) <= _MOST_BYTES:  # nothing, or comments alone
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         parser.error(f"--config: {file} must hold names of options, each with its value")
-    return {name.replace("_", "-").removeprefix("--"): value for name, value in found.items()}
+    values: dict[str, Any] = {}
+    for written, value in found.items():
+        name = _plain(written)
+        if name in values:
+            both = " and ".join(each for each in found if _plain(each) == name)
+            parser.error(f"{file}: {name} stands twice, as {both}: leave one out")
+        values[name] = value
+    return values
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-").removeprefix("--")
+
+
+def _loaded(text: str) -> Any:
+    """YAML, of which the library would take the last value of a key that stands twice. Raises `YAMLError`."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[str, int] = {}
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode):
+                    line = key.start_mark.line + 1
+                    if key.value in lines:
+                        raise yaml.YAMLError(f"{key.value} stands twice, in lines {lines[key.value]} and {line}")
+                    lines[key.value] = line
+            return super().construct_mapping(node, deep)
+
+    loader = Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _of(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> dict[str, Any]:
