@@ -1,5 +1,5 @@
 """Finds attention backends and chooses one, saying of every other why it was not chosen: in the log, as a warning where
-it was made for this kind of device, and in the error where none is left.
+it was made for this kind of device and would have been faster, and in the error where none is left.
 
 A backend from outside registers under the entry-point group `pageloom.attention_backends`; nothing here names it.
 """
@@ -83,12 +83,12 @@ def select(
     needed |= {"latent": needs_latent, "context_parts": needs_parts, "invariant": needs_invariant}
     if name is not None and name not in points:
         raise NoBackendError(f"attention backend {name!r} is unknown; registered: {', '.join(sorted(points))}")
-    rejected, elsewhere = dict[str, str](), set[str]()
+    rejected, elsewhere, ranks = dict[str, str](), set[str](), dict[str, int]()
     candidates: list[tuple[int, str, type[AttentionBackend]]] = []
     for each in sorted(points) if name is None else [name]:
         if (backend_class := _load(points[each], rejected)) is None:
             continue
-        able = backend_class.capabilities()
+        able, ranks[each] = backend_class.capabilities(), backend_class.speed_rank
         if kind not in able.devices or kind in backend_class.only_by_name:
             elsewhere.add(each)
         reasons = _refusals(able, device, dtype, sizes, block_size, needed)
@@ -110,7 +110,7 @@ def select(
         except Exception as error:  # whatever a backend from outside raises, the others may still serve
             rejected[each] = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             continue
-        _log(each, rejected, elsewhere)
+        _log(each, rejected, elsewhere | {name for name, rank in ranks.items() if rank > ranks[each]})
         return Selection(backend, rejected)
     asked = "no attention backend can serve" if name is None else f"attention backend {name!r} cannot serve"
     lines = "".join(f"\n  {each}: {reason}" for each, reason in rejected.items())
@@ -119,9 +119,10 @@ def select(
     )
 
 
-def _log(chosen: str, rejected: dict[str, str], elsewhere: set[str]) -> None:
+def _log(chosen: str, rejected: dict[str, str], expected: set[str]) -> None:
+    """`expected`: those that would not be chosen anyway."""
     for each, reason in rejected.items():
-        level = logging.DEBUG if each in elsewhere else logging.WARNING
+        level = logging.DEBUG if each in expected else logging.WARNING
         logger.log(level, "attention backend %s cannot serve, %s does: %s", each, chosen, reason)
 
 

@@ -76,11 +76,12 @@ class ChildOutput:
                     passes = False  # our own stderr is closed; the tail is still kept
 
 
-def exit_cause(status: int, tail: Sequence[str]) -> str:
-    """Why a process that gave no reason is gone, in a line. `status`: as `Popen.returncode`."""
+def exit_cause(status: int, tail: Sequence[str], saves: str = "lower --kv-cache-memory") -> str:
+    """Why a process that gave no reason is gone, in a line. `status`: as `Popen.returncode`; `saves`: what makes such
+    a process need less memory."""
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else "unknown"
-        hint = " (the out-of-memory killer does this: lower --kv-cache-memory)" if name == "SIGKILL" else ""
+        hint = f" (the out-of-memory killer does this: {saves})" if name == "SIGKILL" else ""
         return f"killed by signal {-status} ({name}){hint}"
     if status == 0:
         return "exited with status 0, unasked"

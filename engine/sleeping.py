@@ -3,7 +3,7 @@ the same model are served from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -30,6 +30,8 @@ _OF_THE_MODEL = (
     "quantized",
 )
 """what of a description whoever holds one relies on"""
+_OF_A_FORM = {"model.quantization", "model.dtype"}
+"""settings that are chosen by how a checkpoint is stored"""
 _OF_A_FILE = {"_name_or_path", "transformers_version"}
 """what config.json says of itself"""
 _MOST_CHANGES, _CHANGE_CHARS = 4, 120
@@ -74,13 +76,34 @@ def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig
     ]
     if model.spec is None and _shape(found.hf_config) != _shape(model.hf_config):
         differing.append("config.json")
+    settings = list(_differing(new, replace(config, model=replace(config.model, path=new.model.path))))
+    _check_form(path, model, found, [*differing, *settings])
     if differing:
         named = ", ".join(_changes(model.hf_config, found.hf_config) or dict.fromkeys(differing))
         raise ConfigError(f"{path}: this is another model ({named}): only its weights may differ")
-    expected = replace(config, model=replace(config.model, path=new.model.path))
-    if differing := list(_differing(new, expected)):
-        raise ConfigError(f"{path}: with it other settings would be chosen ({', '.join(dict.fromkeys(differing))})")
+    if settings:
+        raise ConfigError(f"{path}: with it other settings would be chosen ({', '.join(dict.fromkeys(settings))})")
     return new
+
+
+def _check_form(path: str, model: ModelDescription, found: ModelDescription, differing: Sequence[str]) -> None:
+    """Raises `ConfigError` where what is `differing` comes of how `found` is stored; of a file of another kind anything
+    may, since it describes the model otherwise, too."""
+    served, there = _form(model), _form(found)
+    stored = all(name in _OF_A_FORM or name.startswith("quantized") for name in differing)
+    if differing and served != there and (stored or model.source != found.source):
+        raise ConfigError(
+            f"{path}: its weights are stored otherwise than those that are served: {there} there, {served} in "
+            f"{model.path}; only a checkpoint stored alike can take its place"
+        )
+
+
+def _form(model: ModelDescription) -> str:
+    """How its file holds weights."""
+    if model.source == "gguf":
+        return "GGUF"
+    how = model.default_dtype if model.quantized is None else f"quantised by {model.quantized.method}"
+    return f"safetensors, {how}"
 
 
 def _same_tokenizer(one: Path, other: Path) -> bool:

@@ -9,6 +9,7 @@ import sys
 import msgspec
 
 from entrypoints.options import engine_args
+from entrypoints.sources import told
 
 
 def check(options: argparse.Namespace) -> int:
@@ -21,9 +22,10 @@ def check(options: argparse.Namespace) -> int:
         check_options(options)
         plan = plan_of(engine_args(options, options.model))
     except EngineError as error:
+        problem = told(error, options)
         if options.json:
-            _print(msgspec.json.encode({"fits": False, "problems": [str(error)]}).decode())
-        print(f"engine-serve: {error}", file=sys.stderr)
+            _print(msgspec.json.encode({"fits": False, "problems": [problem]}).decode())
+        print(f"engine-serve: {problem}", file=sys.stderr)
         return 1
     _print(msgspec.json.encode(plan).decode() if options.json else plan.text())
     return 0 if plan.fits else 1

@@ -13,7 +13,7 @@ from typing import Any
 from entrypoints.options import FlexibleArgumentParser, add_engine_options, add_model, engine_args
 from entrypoints.router.run import add_role_options, check_role, serve_router
 from entrypoints.server.logs import logging_to_stderr
-from entrypoints.sources import add_config, parse_all
+from entrypoints.sources import add_config, parse_all, told
 from entrypoints.start import interrupts_raise
 
 MOST_LOGGED = 1 << 16
@@ -356,9 +356,9 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
         return run_loop(_serve(options, given))
     except EngineError as error:
         if options.log_format == "json":
-            logging.getLogger("pageloom.server").critical("%s", error)
+            logging.getLogger("pageloom.server").critical("%s", told(error, options))
         else:
-            print(f"engine-serve: {error}", file=sys.stderr)
+            print(f"engine-serve: {told(error, options)}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:  # SIGTERM while starting
         return 143

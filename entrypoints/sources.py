@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PREFIX = "PAGELOOM_"
 _OTHERS = frozenset({"config", "help", "version"})
@@ -38,12 +39,52 @@ def parse_all(parser: argparse.ArgumentParser, given: Sequence[str], environment
     file = finder.parse_known_args(given)[0].config
     values, variables = {} if file is None else _read(parser, file), _of(parser, environment)
     model = [each.pop("model") for each in (variables, values) if each.get("model") is not None]
-    arguments = [*_arguments(parser, values, str(file)), *_arguments(parser, variables, "environment")]
+    settings = [_setting(parser, f"{file}: {name}", name, value) for name, value in values.items()]
+    settings += [_setting(parser, _variable(name), name, value) for name, value in variables.items()]
+    elsewhere = _parsed(parser, settings)
+    before = dict(vars(elsewhere))
     # Two parses: what the command line begins with is no further value of what stands before it.
-    options = parser.parse_args(given, parser.parse_args(arguments))
+    options = parser.parse_args(given, elsewhere)
+    kept = [each for each in settings if getattr(options, each.action.dest) == before[each.action.dest]]
+    options.sources = {name: each.place for each in kept for name in _names(each.action)}
     if model and options.model is None:
         options.model = str(model[0])
     return options
+
+
+def told(error: Exception, options: argparse.Namespace) -> str:
+    """What is wrong with a setting that it begins with, behind where that stands if not on the command line."""
+    text = str(error)
+    first = re.match(r"(--)?([a-z0-9_-]+)", text)
+    place = options.sources.get(first[2].replace("-", "_")) if first else None
+    return text if place is None else f"{place}: {text}"
+
+
+class _Setting(NamedTuple):
+    action: argparse.Action
+    place: str
+    """where it stands"""
+    arguments: list[str]
+
+
+def _parsed(parser: argparse.ArgumentParser, settings: Sequence[_Setting]) -> argparse.Namespace:
+    """Ends the program where one of them is wrong, and says where that stands."""
+    exits, parser.exit_on_error = parser.exit_on_error, False
+    try:
+        return parser.parse_args([text for each in settings for text in each.arguments])
+    except argparse.ArgumentError as error:
+        for each in settings:
+            _parse_alone(parser, each)
+        parser.error(str(error))  # each is right, but not beside the others
+    finally:
+        parser.exit_on_error = exits
+
+
+def _parse_alone(parser: argparse.ArgumentParser, setting: _Setting) -> None:
+    try:
+        parser.parse_args(setting.arguments)
+    except argparse.ArgumentError as error:
+        parser.error(f"{setting.place}: {error.message}")
 
 
 def _read(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
@@ -51,14 +92,47 @@ def _read(parser: argparse.ArgumentParser, file: Path) -> dict[str, Any]:
 
     try:
         text = file.read_text(encoding="utf-8")
-        found = yaml.safe_load(text) if len(text) <= _MOST_BYTES else None
+        found = _loaded(text) if len(text) <= _MOST_BYTES else None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         parser.error(f"--config: cannot read {file}: {' '.join(str(error).split())}")
     if found is None and len(text) <= _MOST_BYTES:  # nothing, or comments alone
         return {}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         parser.error(f"--config: {file} must hold names of options, each with its value")
-    return {name.replace("_", "-").removeprefix("--"): value for name, value in found.items()}
+    values: dict[str, Any] = {}
+    for written, value in found.items():
+        name = _plain(written)
+        if name in values:
+            both = " and ".join(each for each in found if _plain(each) == name)
+            parser.error(f"{file}: {name} stands twice, as {both}: leave one out")
+        values[name] = value
+    return values
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "-").removeprefix("--")
+
+
+def _loaded(text: str) -> Any:
+    """YAML, of which the library would take the last value of a key that stands twice. Raises `YAMLError`."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[str, int] = {}
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode):
+                    line = key.start_mark.line + 1
+                    if key.value in lines:
+                        raise yaml.YAMLError(f"{key.value} stands twice, in lines {lines[key.value]} and {line}")
+                    lines[key.value] = line
+            return super().construct_mapping(node, deep)
+
+    loader = Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 def _of(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -73,7 +147,7 @@ def _of(parser: argparse.ArgumentParser, environment: Mapping[str, str]) -> dict
         if _action(parser, name) is not None:
             found[name] = text
         elif close := _close(parser, name, _NEARLY):
-            print(f"{variable} is no option; is it {PREFIX}{close.upper().replace('-', '_')}?", file=sys.stderr)
+            print(f"{variable} is no option; is it {_variable(close)}?", file=sys.stderr)
     found.pop("api-key", None)  # who takes it removes it, too
     return found
 
@@ -88,24 +162,29 @@ def _close(parser: argparse.ArgumentParser, name: str, ratio: float = 0.6) -> st
     return next(iter(difflib.get_close_matches(name, known, 1, ratio)), "")
 
 
-def _arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any], source: str) -> list[str]:
-    arguments: list[str] = []
-    for name, value in values.items():
-        action = _action(parser, name)
-        if action is None:
-            close = _close(parser, name)
-            hint = f"; is it {close}?" if close else ""
-            parser.error(f"{source}: there is no option {name}{hint}")
-        if value is not None:
-            arguments += _spelled(parser, action, name, value, source)
-    return arguments
+def _names(action: argparse.Action) -> set[str]:
+    """Under which messages know an option."""
+    flags = [each[2:].replace("-", "_") for each in action.option_strings if each.startswith("--")]
+    return {action.dest, *flags}
 
 
-def _spelled(parser: argparse.ArgumentParser, action: argparse.Action, name: str, value: Any, source: str) -> list[str]:
+def _variable(name: str) -> str:
+    return PREFIX + name.upper().replace("-", "_")
+
+
+def _setting(parser: argparse.ArgumentParser, place: str, name: str, value: Any) -> _Setting:
+    action = _action(parser, name)
+    if action is None:
+        close = _close(parser, name)
+        parser.error(f"{place}: there is no such option" + (f"; is it {close}?" if close else ""))
+    return _Setting(action, place, [] if value is None else _spelled(parser, action, name, value, place))
+
+
+def _spelled(parser: argparse.ArgumentParser, action: argparse.Action, name: str, value: Any, place: str) -> list[str]:
     if action.nargs == 0:
         wanted = _truth(value)
         if wanted is None:
-            parser.error(f"{source}: {name} must be true or false, got {value!r}")
+            parser.error(f"{place}: must be true or false, got {value!r}")
         if wanted:
             return [f"--{name}"]
         return [f"--no-{name}"] if isinstance(action, argparse.BooleanOptionalAction) else []

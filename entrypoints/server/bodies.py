@@ -29,6 +29,8 @@ BOM = b"\xef\xbb\xbf"
 # An unterminated string counts as one too: looking for its end again from every quote within would take for ever.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _CONTAINERS = (dict, list)
+_HALF = "half of a surrogate pair (\\ud800 to \\udfff) is no character"
+_TOO_LARGE = "the number is too large: at most 1.7e308"
 
 
 class Holder(Protocol):
@@ -137,8 +139,8 @@ def bounded_route(bodies: Bodies) -> type[APIRoute]:
 
 
 def decode(raw: bytes, limits: Limits) -> Any:
-    """Raises `HTTPException` (400) for what exceeds a limit and for text that is not Unicode, naming the field, and
-    `JSONDecodeError` for what is not JSON."""
+    """Raises `HTTPException` (400) for what exceeds a limit, and for text that is not Unicode and numbers that are too
+    large, naming the field, and `JSONDecodeError` for what is not JSON."""
     if _marks(raw) > limits.json_values and values_in(raw, limits.json_values) > limits.json_values:
         raise _refusal(limits, "json_values")
     try:
@@ -146,9 +148,9 @@ def decode(raw: bytes, limits: Limits) -> Any:
     except RecursionError:
         raise _refusal(limits, "json_depth") from None
     except UnicodeDecodeError as error:
-        raise _bad_text("the body is not UTF-8", None) from error
+        raise _bad_value("the body is not UTF-8", None) from error
     except msgspec.DecodeError as error:
-        _refuse_surrogates(raw, error)
+        _refuse_value(raw, error)
     if raw.count(b"[") + raw.count(b"{") > limits.json_depth and _is_deeper(value, limits.json_depth):
         raise _refusal(limits, "json_depth")
     return value
@@ -186,32 +188,46 @@ def _children(node: object) -> Iterator[tuple[object, object]]:
         yield from enumerate(node)
 
 
-def _refuse_surrogates(raw: bytes, error: msgspec.DecodeError) -> NoReturn:
-    """msgspec decodes no half of a surrogate pair, and does not say where it is: the lenient parser and a walk do."""
+def _refuse_value(raw: bytes, error: msgspec.DecodeError) -> NoReturn:
+    """msgspec decodes no half of a surrogate pair and no number that a float does not hold, and does not say where it
+    is: the lenient parser and a walk do."""
     try:
-        value = json.loads(raw)
-    except JSONDecodeError:
-        raise
+        value = json.loads(raw, parse_int=_integer, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         value = None
-    path = _path_of_surrogate(value)
-    if path is None:
+    fault = _first_fault(value)
+    if fault is None:
         raise JSONDecodeError(str(error), "", 0)
-    where = _written(path)
+    path, why = fault
     top = str(path[0]) if path else None
-    raise _bad_text(f"{where or 'the body'}: half of a surrogate pair (\\ud800 to \\udfff) is no character", top)
+    raise _bad_value(f"{_written(path) or 'the body'}: {why}", top)
 
 
-def _path_of_surrogate(value: object) -> list[object] | None:
+def _integer(text: str) -> float:
+    """Python refuses to read one of some thousand digits."""
+    try:
+        return int(text)
+    except ValueError:
+        return math.inf
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _first_fault(value: object) -> tuple[list[object], str] | None:
+    """Where it is, and what."""
     stack: list[tuple[list[object], object]] = [([], value)]
     while stack:
         path, node = stack.pop()
         if isinstance(node, str) and not _encodes(node):
-            return path
+            return path, _HALF
+        if isinstance(node, float) and math.isinf(node):
+            return path, _TOO_LARGE
         for key, child in _children(node):
             if isinstance(key, str) and not _encodes(key):
-                return path
-            if isinstance(child, (str, *_CONTAINERS)):
+                return path, _HALF
+            if isinstance(child, (str, float, *_CONTAINERS)):
                 stack.append(([*path, key], child))
     return None
 
@@ -229,7 +245,7 @@ def _written(path: list[object]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def _bad_text(message: str, param: str | None) -> HTTPException:
+def _bad_value(message: str, param: str | None) -> HTTPException:
     return HTTPException(400, error_body(message, "invalid_request_error", param))
 
 

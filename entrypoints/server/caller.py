@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import NamedTuple
 
+TIMEOUT_HEADER = "x-request-timeout"
+
 
 class Caller(NamedTuple):
     request_id: str
@@ -17,6 +19,12 @@ class Caller(NamedTuple):
     """what the engine was asked for on its behalf"""
     arrived: float
     """on `time.monotonic`'s clock"""
+
+    @property
+    def timeout(self) -> str | None:
+        """What its header says of the time in which its request must end."""
+        given = [value for name, value in self.headers if name == TIMEOUT_HEADER.encode()]
+        return given[-1].decode("latin-1") if given else None
 
 
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)

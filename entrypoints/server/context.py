@@ -26,7 +26,7 @@ from engine.frontend.fill_in import FillIn, fill_in_of, no_fill_in
 from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import NOBODY, RequestOutput, Tenant
 from entrypoints.server.adapters import Adapters, LoRAModule
-from entrypoints.server.caller import CALLER
+from entrypoints.server.caller import CALLER, TIMEOUT_HEADER
 from entrypoints.server.errors import model_not_found
 from entrypoints.server.fields import Body
 from entrypoints.server.key_usage import UsageLog
@@ -42,7 +42,6 @@ EnginePrompt = str | PairPrompt | Mapping[str, object]
 Outputs = AsyncGenerator[RequestOutput, None]
 
 IGNORED = "x-pageloom-ignored"
-TIMEOUT_HEADER = "x-request-timeout"
 MOST_TIMEOUT_S = 86400
 _MOST_TOLD = 20
 _MOST_CHARS = 64
@@ -230,12 +229,11 @@ class ServerContext:
         if caller is None:
             return self.settings.default_timeout
         passed = time.monotonic() - caller.arrived
-        given = [value for name, value in caller.headers if name == TIMEOUT_HEADER.encode()]
-        if not given:
+        if caller.timeout is None:
             default = self.settings.default_timeout
             return None if default is None else default - passed
         try:
-            seconds = float(given[-1])
+            seconds = float(caller.timeout)
         except ValueError:
             seconds = math.nan
         if not 0 < seconds <= MOST_TIMEOUT_S:

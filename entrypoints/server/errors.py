@@ -23,6 +23,7 @@ from engine.errors import (
     ShutDownError,
     TooShortError,
 )
+from entrypoints.server.caller import CALLER, TIMEOUT_HEADER
 from entrypoints.server.error_shape import ErrorBody, error_body
 from entrypoints.server.messages_errors import in_anthropics_words, is_anthropics
 from entrypoints.server.not_served import why_not_served
@@ -50,8 +51,10 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
         return 400, error_body(str(error), "invalid_request_error", error.field, error.code), {}
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-        code = "deadline_unreachable" if isinstance(error, TooShortError) else "queue_full"
-        return 503, error_body(str(error), "server_overloaded", None, code), headers
+        message, code = str(error), "queue_full"
+        if isinstance(error, TooShortError):
+            message, code = message + _asked(), "deadline_unreachable"
+        return 503, error_body(message, "server_overloaded", None, code), headers
     if isinstance(error, DeadlineError):
         return 504, error_body(str(error), "timeout_error", None, "deadline_exceeded"), {}
     if isinstance(error, RateLimitedError):
@@ -72,6 +75,12 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody, dict[st
         return 500, error_body(f"the request failed; {hint}", "server_error", None, "request_failed"), {}
     logger.error("request %s: unexpected error", request_id, exc_info=error)
     return 500, error_body(f"internal error; {hint}", "server_error", None, "internal_error"), {}
+
+
+def _asked() -> str:
+    """What the client has given its request; the engine knows what is left of it."""
+    caller = CALLER.get()
+    return "" if caller is None or caller.timeout is None else f" (asked for: {TIMEOUT_HEADER}: {caller.timeout:.40})"
 
 
 def model_not_found(name: str, served: str) -> ErrorBody:

@@ -100,7 +100,7 @@ class _Process:
         status = self._process.wait()  # at once
         os.close(self._sentinel)
         self._output.close(0.1)
-        return status, exit_cause(status, self._output.tail)
+        return status, exit_cause(status, self._output.tail, "start fewer API servers, --api-server-count")
 
     def send(self, number: int) -> None:
         """SIGKILL goes to all that it has started, too."""
@@ -180,7 +180,8 @@ class FrontEnds:
             if self._ending.is_set():
                 self.went_wrong |= process.serves and status != 0
             elif (wait_s := self._wait_s(process.serves)) is None:
-                self.failed = f"{NAME.format(number)} ended, and none follows: {cause}"
+                when = "" if process.serves else " while it started"
+                self.failed = f"{NAME.format(number)}, a front-end process, died{when}, and none follows: {cause}"
                 self.end()
             else:
                 logger.error("%s ended, and another one follows: %s", NAME.format(number), cause)

@@ -21,11 +21,14 @@ import copy
 import hashlib
 import hmac
 import logging
+import re
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -41,6 +44,19 @@ SCOPES: tuple[Scope, ...] = ("infer", "metrics", "admin")
 _MOST_KEYS = 10_000
 _MOST_BYTES = 16 * 1024 * 1024
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+_A_COUNT = "a whole number from 1 to 2**53"
+_FORMS = {
+    "name": "1 to 64 letters, digits and _.@:-, of which the first is a letter or a digit",
+    "sha256": 'the 64 hex digits that `printf %s "$KEY" | sha256sum` prints',
+    "scopes": f"a list of {', '.join(SCOPES[:-1])} and {SCOPES[-1]}, or of some of them",
+    "weight": "a number from 0.001 to 1000",
+    "requests_per_minute": _A_COUNT,
+    "tokens_per_minute": _A_COUNT,
+    "concurrency": _A_COUNT,
+    "shares_cache": "true or false",
+    "priority_from": "a whole number",
+}
+"""of a key's fields, as their types have them"""
 
 logger = logging.getLogger("pageloom.server")
 
@@ -208,6 +224,8 @@ def read_keys(file: Path) -> list[Key]:
         keys = msgspec.toml.decode(raw, type=_KeyFile).keys
     except OSError as error:
         raise ConfigError(f"--keys: cannot read {file}: {error.strerror}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--keys: {file}: {_in_words(error, raw)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--keys: {file}: {error}") from error
     for what in ("name", "sha256"):
@@ -215,6 +233,32 @@ def read_keys(file: Path) -> list[Key]:
         if count > 1:
             raise ConfigError(f"--keys: {file}: {count} keys have the {what} {value}")
     return keys
+
+
+def _in_words(error: msgspec.ValidationError, raw: bytes) -> str:
+    """Which entry is meant, and how what is wrong there must look. A field `sha256` is not shown: it may be the key."""
+    found = tomllib.loads(raw.decode())
+    at = re.search(r"- at `\$\.keys\[(\d+)\](?:\.(\w+))?", str(error))
+    if at is None:
+        others, keys = ", ".join(each for each in found if each != "keys"), found.get("keys", [])
+        got = others or (f"{len(keys)} of them" if isinstance(keys, list) else "keys that are none")
+        return f"it must hold 1 to {_MOST_KEYS} tables [[keys]] with name and sha256, and nothing else, got {got:.100}"
+    entry, which = found["keys"][int(at[1])], f"key {int(at[1]) + 1}"
+    if not isinstance(entry, dict):
+        return f"{which} must be a table [[keys]] with name and sha256"
+    if isinstance(entry.get("name"), str) and at[2] != "name":
+        which += f" ({entry['name'][:64]})"
+    if at[2] is not None:
+        value = entry[at[2]]
+        got = f"{len(str(value))} characters" if at[2] == "sha256" else repr(value)[:100]
+        return f"{which}: {at[2]} must be {_FORMS[at[2]]}, got {got}"
+    missing = [each for each in ("name", "sha256") if each not in entry]
+    if missing:
+        return f"{which}: {missing[0]} is missing: {_FORMS[missing[0]]}"
+    other = next(each for each in entry if each not in _FORMS)
+    near = get_close_matches(other, _FORMS, 1)
+    hint = f"is it {near[0]}?" if near else f"there are {', '.join(_FORMS)}"
+    return f"{which}: there is no field {other[:64]}; {hint}"
 
 
 def _state_of(file: Path) -> object:

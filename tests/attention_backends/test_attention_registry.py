@@ -123,6 +123,14 @@ def test_a_backend_that_fails_on_its_own_device_is_a_warning_with_its_reason(
     assert {r.args[0] for r in caplog.records if r.args} == {"mine", "reference", "cpu"}
 
 
+def test_a_slower_backend_that_cannot_serve_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """The oracle cannot with --batch-invariant, and on a CPU that is as it should be."""
+    with caplog.at_level(logging.DEBUG, registry.__name__):
+        chosen = select("cpu", torch.bfloat16, [64], 16, False, False, needs_invariant=True)
+    assert chosen.backend.name == "cpu" and "reference" in chosen.rejected
+    assert all(record.levelno == logging.DEBUG for record in caplog.records) and "reference" in caplog.text
+
+
 def test_importing_the_registry_loads_no_backend() -> None:
     code = (
         "import sys; from attention_backends import registry; registry.registered(); "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from tiny_families import save_tiny
 from engine import LLM, AsyncEngine, SamplingParams, StructuredOutputsParams
 from engine.config import make_args
 from engine.errors import ConfigError, EngineError, WeightsError
+from engine.frontend.demo import demo_model_path
 from entrypoints.server.app import create_app
 from entrypoints.server.context import ServerSettings
 
@@ -116,6 +118,14 @@ def test_other_weights_take_the_place_of_those_before(
     save_tiny("Llama", tmp_path / "larger", intermediate_size=160)
     with pytest.raises(ConfigError, match=r"another model \(intermediate_size: 96 here, \d+ there\): only"):
         llm.update_weights(tmp_path / "larger")
+    with pytest.raises(ConfigError, match=r"GGUF there, safetensors, float32 in .*before; only a checkpoint"):
+        llm.update_weights(demo_model_path())
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    save_tiny("Llama", tmp_path / "packed")
+    file = tmp_path / "packed" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": awq}))
+    with pytest.raises(ConfigError, match=r"packed: its weights are stored otherwise .*, quantised by awq"):
+        llm.update_weights(tmp_path / "packed")
     broken = tmp_path / "broken"
     save_tiny("Llama", broken)
     for file in broken.glob("*.safetensors"):

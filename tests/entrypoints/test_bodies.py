@@ -52,6 +52,20 @@ def test_text_that_is_no_unicode_is_refused_where_it_stands(raw: bytes, field: s
     assert error["param"] == field and where in error["message"]
 
 
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"9" * 400 + b".5", b"9" * 5000])
+def test_a_number_that_no_float_holds_is_refused_where_it_stands(number: bytes) -> None:
+    for raw, field, where in (
+        (b'{"temperature": %b}', "temperature", "temperature"),
+        (b'{"seed": 1, "logit_bias": {"5": [0, %b]}}', "logit_bias", "logit_bias.5[1]"),
+        (b"\xef\xbb\xbf%b", None, "the body"),
+    ):
+        error = refusal(raw % number)
+        assert error["param"] == field and error["message"] == f"{where}: the number is too large: at most 1.7e308"
+    for raw in (b'{"a": %b, "b": }', b'{"a": %b, "b": NaN}', b'{"a": %b, "b": Infinity}'):
+        with pytest.raises(json.JSONDecodeError):
+            decode(raw % number, Limits())
+
+
 def test_pairs_and_escaped_backslashes_are_text() -> None:
     for raw in (
         b'{"a": "\\ud83d\\ude00"}',
@@ -191,8 +205,9 @@ def test_a_refused_body_leaves_its_connection_alone(server: Server) -> None:
         (b'{"prompt": "\xff"}', None),
         (deep, None),
         (b"[" * 100_000, None),
-        (b'{"prompt": "x", "seed": 1e999}', None),
-        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", None),
+        (b'{"prompt": "x", "seed": 1e999}', "seed"),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "seed"),
+        (b'{"prompt": "x", "seed": Infinity}', None),
         (b'{"prompt": "x", "temperature": -1}', "temperature"),
     ]
 

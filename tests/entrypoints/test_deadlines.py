@@ -91,3 +91,19 @@ def test_a_stream_in_time_is_not_touched(tiny_server_model: Path) -> None:
         assert events(reply.text)[-1]["choices"][0]["finish_reason"] is not None
 
     with_client(Server(tiny_server_model), scenario)
+
+
+def test_a_refusal_says_what_was_asked_for_beside_what_is_left_of_it(tiny_server_model: Path) -> None:
+    server = Server(tiny_server_model)
+    server.script.refuse = ("too_short", "1.93 s are too short")
+    of_messages = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for path, body in (("/v1/completions", LONG), ("/v1/messages", of_messages)):
+            reply = await client.post(path, json=body, headers={"x-request-timeout": "2"})
+            told = error_of(reply)["message"] if path == "/v1/completions" else reply.json()["error"]["message"]
+            assert told == "1.93 s are too short (asked for: x-request-timeout: 2)"
+        reply = await client.post("/v1/completions", json=LONG)
+        assert reply.status_code == 503 and error_of(reply)["message"] == "1.93 s are too short"
+
+    with_client(server, scenario)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from engine.errors import ConfigError
 from entrypoints.serve import build_parser
-from entrypoints.sources import parse_all
+from entrypoints.sources import parse_all, told
 
 
 def parsed(*given: str, environment: dict[str, str] | None = None) -> argparse.Namespace:
@@ -49,6 +50,7 @@ def test_a_file_says_what_a_command_line_says(tmp_path: Path) -> None:
     same += ["--override-generation-config", '{"temperature": 0}']
     found, expected = vars(parsed(config(tmp_path, ALL))), vars(parsed(*same))
     assert found.pop("config") == tmp_path / "config.yaml" and expected.pop("config") is None
+    assert found.pop("sources")["max_num_seqs"].endswith("config.yaml: max-num-seqs") and not expected.pop("sources")
     assert found == expected
 
 
@@ -84,15 +86,22 @@ def test_variables(variable: str, text: str, name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max-modle-len: 5", "there is no option max-modle-len; is it max-model-len?"),
-        ("port: many", "argument --port"),
-        ("strict-fields: maybe", "strict-fields must be true or false, got 'maybe'"),
+        ("max-modle-len: 5", "config.yaml: max-modle-len: there is no such option; is it max-model-len?"),
+        ("port: many", "config.yaml: port: 'many' is not a port"),
+        ("max_num_seqs: many", "config.yaml: max-num-seqs: invalid int value: 'many'"),
+        ("served-model-name: []", "config.yaml: served-model-name: expected at least one argument"),
+        ("api-key: a\napi-key-file: b", "argument --api-key-file: not allowed with argument --api-key"),
+        ("strict-fields: maybe", "config.yaml: strict-fields: must be true or false, got 'maybe'"),
+        ("max-num-seqs: 4\nport: 1\nmax-num-seqs: 5", "max-num-seqs stands twice, in lines 1 and 3"),
+        ("max-num-seqs: 4\nmax_num_seqs: 4", "max-num-seqs stands twice, as max-num-seqs and max_num_seqs"),
+        ("{port: 1, port: 2}", "port stands twice, in lines 1 and 1"),
+        ("speculative-config:\n  method: ngram\n  method: mtp", "method stands twice, in lines 2 and 3"),
         ("- port", "must hold names of options"),
         ("1: 2", "must hold names of options"),
         ("''", "must hold names of options"),
         ("a: [", "cannot read"),
-        ("config: other.yaml", "there is no option config"),
-        ("a: &x [*x]", "there is no option a"),
+        ("config: other.yaml", "config: there is no such option"),
+        ("a: &x [*x]", "a: there is no such option"),
         ("!!python/object/apply:os.system ['true']", "cannot read"),
     ],
 )
@@ -100,6 +109,34 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         parsed(config(tmp_path, text))
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "says"),
+    [
+        ("PAGELOOM_MAX_NUM_SEQS", "many", "PAGELOOM_MAX_NUM_SEQS: invalid int value: 'many'"),
+        ("PAGELOOM_STRICT_FIELDS", "maybe", "PAGELOOM_STRICT_FIELDS: must be true or false, got 'maybe'"),
+        ("PAGELOOM_SCHEDULING_POLICY", "x", "PAGELOOM_SCHEDULING_POLICY: invalid choice: 'x'"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], variable: str, text: str, says: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parsed(config(tmp_path, "max-num-seqs: 3\nport: 8000"), environment={variable: text})
+    assert f"error: {says}" in capsys.readouterr().err
+
+
+def test_what_the_engine_finds_wrong_is_told_behind_where_it_stands(tmp_path: Path) -> None:
+    file, of_keys = config(tmp_path, "max-num-seqs: -3\nkeys: nowhere\nport: 9"), ConfigError("--keys: cannot read it")
+    error, environment = ConfigError("max_num_seqs must be at least 1, got -3"), {"PAGELOOM_MAX_NUM_SEQS": "-3"}
+    place = file.removeprefix("--config=")
+    assert told(error, parsed(file)) == f"{place}: max-num-seqs: {error}"
+    assert told(of_keys, parsed(file)) == f"{place}: keys: {of_keys}"
+    assert told(error, parsed(file, environment=environment)) == f"PAGELOOM_MAX_NUM_SEQS: {error}"
+    assert told(error, parsed(file, "--max-num-seqs=-4", environment=environment)) == str(error)
+    assert told(ConfigError("swap_space must be at least 0"), parsed(file)) == "swap_space must be at least 0"
+    assert told(ConfigError("'x' is no model"), parsed(file)) == "'x' is no model"
 
 
 @pytest.mark.parametrize("text", ["", "# max-model-len: 4096\n", "---\n"])

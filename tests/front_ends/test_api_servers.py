@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import shutil
 import signal
 import socket
@@ -28,17 +29,7 @@ from entrypoints.serve import main
 
 pytestmark = pytest.mark.timeout(300)
 
-SMALL = (
-    "--compile",
-    "none",
-    "--max-model-len",
-    "512",
-    "--kv-cache-memory",
-    "8MiB",
-    "--threads",
-    "1",
-    "--dtype=float32",
-)
+SMALL = ["--compile=none", "--max-model-len=512", "--kv-cache-memory=8MiB", "--threads=1", "--dtype=float32"]
 STREAMS = 24
 """each on a connection of its own: that all come to the same process is once in eight million times"""
 
@@ -73,13 +64,18 @@ class Server:
         return core
 
 
+def start(model: Path, *options: str, stderr: int | None = None) -> Server:
+    port = free_port()
+    command = [sys.executable, "-m", "entrypoints.serve", str(model), "--port", str(port), "--api-server-count", "2"]
+    process = subprocess.Popen([*command, *SMALL, *options], cwd=Path(__file__).parents[2], text=True, stderr=stderr)
+    return Server(process, f"http://127.0.0.1:{port}")
+
+
 @contextmanager
 def served(model: Path, *options: str, meanwhile: Callable[[Server], None] = lambda server: None) -> Iterator[Server]:
     """`meanwhile`: done while it starts."""
-    port = free_port()
-    command = [sys.executable, "-m", "entrypoints.serve", str(model), "--port", str(port), "--api-server-count", "2"]
-    process = subprocess.Popen([*command, *SMALL, *options], cwd=Path(__file__).parents[2], text=True)
-    server = Server(process, f"http://127.0.0.1:{port}")
+    server = start(model, *options)
+    process = server.process
     try:
         meanwhile(server)
         until(lambda: answers(server) or process.poll() is not None, 120)
@@ -199,6 +195,17 @@ def test_a_core_that_dies_for_good_ends_those_that_start_too(model: Path) -> Non
         until(lambda: {each.pid for each in server.front_ends} - before)
         server.core.kill()
         assert server.process.wait(60) == 1
+
+
+def test_one_that_dies_while_it_starts_is_named_and_how(model: Path) -> None:
+    server = start(model, stderr=subprocess.PIPE)
+    until(lambda: server.front_ends)
+    server.front_ends[0].kill()
+    told = server.process.communicate(timeout=60)[1]
+    assert server.process.returncode == 1 and "--kv-cache-memory" not in told
+    assert re.search(
+        r"API server \d, a front-end process, died while it started, .*: killed by signal 9 \(SIGKILL\)", told
+    )
 
 
 def test_a_signal_that_ends_it_while_one_starts_is_in_order(model: Path) -> None:
