@@ -18,6 +18,7 @@ from thread_cpu import assert_idle
 
 from engine.config import EngineConfig
 from engine.core.client import CoreClient, InProcessClient
+from engine.core.inbox import STATS_CHANGED
 from engine.core.loop import MAX_EMPTY_PLANS, MESSAGES_A_TURN, CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import (
@@ -211,6 +212,23 @@ def test_the_level_of_its_log_is_set():
             assert logging.getLogger().level == level
     finally:
         logging.getLogger().setLevel(before)
+    loop.close()
+    device.close()
+
+
+def test_where_compiled_pieces_took_over_nothing_is_known_of_what_steps_cost():
+    """Forecasts would stand on steps of before, several times as long, until a hundred others were seen."""
+    config = tiny_config()
+    device = FakeExecutor(config)
+    loop, _ = build_core(config, device)
+    costs = loop._scheduler._costs
+    loop.inbox.put(request("a", 6))
+    while loop.has_work:
+        loop.turn(wait=False)
+    assert costs.decode_s > 0.0 and costs.prompt_token_s > 0.0 and costs.rows_s()[0] > 0.0
+    loop.inbox.put(STATS_CHANGED)
+    assert loop.turn(wait=False) is not None, "it is told at once"
+    assert (costs.decode_s, costs.prompt_token_s, costs.rows_s()) == (0.0, 0.0, (0.0, 0.0))
     loop.close()
     device.close()
 
