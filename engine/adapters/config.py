@@ -16,5 +16,6 @@ class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_loras: int
     """adapters that are kept as they were read, beside those in slots"""
 
+
 BLOCK = 64
 """outputs that the CPU kernels read together (their `kAdapterBlock`)"""
