@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from engine.adapters.config import BLOCK
 from engine.adapters.linear import Place, put_blocks, put_rows
+from engine.cpu_kernels.linear import separate_gate_up
 from engine.errors import ConfigError
 from engine.models.experts import Experts, gated
 from engine.models.layers import activated
@@ -128,10 +129,15 @@ class _Expert:
         inner, gate_up_format, down_format, gate = packed
         ends = (torch.tensor([inner, 2 * inner], dtype=torch.int32), torch.tensor([hidden], dtype=torch.int32))
         biases, plain = self._biases, (None, 0.0, None)
-        product = (x, self._gate_up, 2 * inner, gate_up_format, biases[0], *plain, gate)
-        between = linear(*product, table, *self._first, self._ranks[0], ends[0])
-        product = (between, self._down, hidden, down_format, biases[1], *plain, 0)
-        y: torch.Tensor = linear(*product, table, *self._second, self._ranks[1], ends[1])
+        product = (x, self._gate_up, 2 * inner, gate_up_format, biases[0], *plain)
+        if gate in FUSED_GATES.values():
+            between = linear(*product, gate, table, *self._first, self._ranks[0], ends[0])
+        else:
+            both = separate_gate_up(getattr(torch.ops, namespace).packed_linear(*product, 0, False, 0))
+            torch.ops.pageloom.add_adapters(both, x, table, *self._first, self._ranks[0], ends[0].tolist())
+            between = self._activated(both)
+        product = (between, self._down, hidden, down_format, biases[1], *plain)
+        y: torch.Tensor = linear(*product, 0, table, *self._second, self._ranks[1], ends[1])
         return y
 
     def dense(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -177,8 +183,9 @@ def _table(slots: torch.Tensor) -> torch.Tensor:
 class AdaptedExperts(nn.Module):
     """Takes the place of a layer's experts, and holds their factors, by expert, so that one's lie together: first_a
     [experts, slots, parts, max_rank, hidden], second_a [experts, slots, 1, max_rank, inner]; first_b and second_b
-    [experts, slots, max_rank, outputs], of packed matrices [experts, slots, blocks, max_rank, BLOCK]; ranks int32
-    [experts, slots, parts], and 1, 0: the adapter leaves that part of that expert alone."""
+    [experts, slots, max_rank, outputs], of packed matrices [experts, slots, blocks, max_rank, BLOCK], unless GPT-OSS'
+    gate is behind it; ranks int32 [experts, slots, parts], and 1, 0: the adapter leaves that part of that expert alone.
+    """
 
     step: torch.Tensor
     first_a: torch.Tensor
@@ -195,26 +202,27 @@ class AdaptedExperts(nn.Module):
         if not isinstance(experts, Experts | PackedExperts) or experts.places is not None:
             raise ConfigError("max_lora_expert_rank: experts are adapted on CPUs, where each rank has all of them")
         self.experts = experts
-        count, self._is_packed = len(experts.gate_up), isinstance(experts, PackedExperts)
+        count = len(experts.gate_up)
         if isinstance(experts, PackedExperts):
             inner, first, parts = experts.inner, 2 * experts.inner, 2
-            if experts.gate not in FUSED_GATES.values():
-                raise ConfigError("max_lora_expert_rank: experts with GPT-OSS' gate are not adapted yet; use float32")
+            blocks = experts.gate in FUSED_GATES.values(), True
             formats = [experts.gate_up_format, experts.down_format, experts.gate]
             self._packed, self._namespace = [inner, *formats], experts.op.namespace
             self._activation, self._numbers = "", [experts.limit, experts.alpha]
         else:
-            first, inner = experts.gate_up.size(1), experts.down.size(2)
+            first, inner, blocks = experts.gate_up.size(1), experts.down.size(2), (False, False)
             parts, self._packed, self._namespace = first // inner, [], ""
             self._activation, self._numbers = _named(experts)
         everyone = torch.arange(count, dtype=torch.int32)
         experts.places = torch.cat([everyone, torch.tensor([-1], dtype=torch.int32)])
         self.register_buffer("step", place.step)
         self.register_buffer("changes", torch.zeros(place.slots, dtype=torch.bool))
-        for name, inputs, outputs, of in (("first", hidden, first, parts), ("second", inner, hidden, 1)):
+        self._first_put, self._second_put = [put_blocks if each else put_rows for each in blocks]
+        shapes = (("first", hidden, first, parts, blocks[0]), ("second", inner, hidden, 1, blocks[1]))
+        for name, inputs, outputs, of, in_blocks in shapes:
             a = (count, place.slots, of, place.max_rank, inputs)
             self.register_buffer(f"{name}_a", torch.zeros(a, dtype=place.dtype))
-            b = (-(-outputs // BLOCK), place.max_rank, BLOCK) if self._is_packed else (place.max_rank, outputs)
+            b = (-(-outputs // BLOCK), place.max_rank, BLOCK) if in_blocks else (place.max_rank, outputs)
             self.register_buffer(f"{name}_b", torch.zeros((count, place.slots, *b), dtype=place.dtype))
             self.register_buffer(f"{name}_ranks", torch.zeros((count, place.slots, of), dtype=torch.int32))
 
@@ -230,10 +238,9 @@ class AdaptedExperts(nn.Module):
         scale: float,
     ) -> None:
         """Of one of its matrices; see `Adapted.write`."""
-        all_a, all_b, ranks = (self.first_a, self.first_b, self.first_ranks)
+        all_a, all_b, ranks, put = (self.first_a, self.first_b, self.first_ranks, self._first_put)
         if not is_first:
-            all_a, all_b, ranks = self.second_a, self.second_b, self.second_ranks
-        put = put_blocks if self._is_packed else put_rows
+            all_a, all_b, ranks, put = (self.second_a, self.second_b, self.second_ranks, self._second_put)
         put(all_b[expert, slot], start, b, scale)
         all_a[expert, slot, part, : len(a)].copy_(a)
         ranks[expert, slot, part] = len(a)

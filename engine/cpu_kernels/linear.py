@@ -31,6 +31,7 @@ __all__ = [
     "pack_float32",
     "packable",
     "panel_bytes",
+    "separate_gate_up",
     "unpack",
 ]
 
@@ -89,6 +90,11 @@ def interleave_gate_up(rows: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"gate and up have {rows.size(0)} rows together, which is not a multiple of {PANEL}")
     halves = rows.reshape(2, -1, _HALF, *rows.shape[1:])
     return halves.transpose(0, 1).reshape(rows.shape)
+
+
+def separate_gate_up(y: torch.Tensor) -> torch.Tensor:
+    """What a layer of rows in that order has computed, [tokens, 2 * inner] → gates, then ups."""
+    return y.view(len(y), -1, 2, _HALF).transpose(1, 2).reshape(y.shape)
 
 
 @dataclass(frozen=True)

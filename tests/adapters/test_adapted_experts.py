@@ -99,15 +99,27 @@ def spec_of(path: Path) -> DecoderSpec:
     return spec
 
 
+@pytest.fixture(scope="module", params=["Qwen3Moe", "GptOss"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, qwen: Path) -> Path:
+    if request.param == "Qwen3Moe":
+        return qwen
+    path = tmp_path_factory.mktemp("gpt-oss")
+    model = save_tiny("GptOss", path / "model")
+    for number in range(2):
+        save_adapter(path / f"adapter-{number}", model, number, targets=("q_proj", "v_proj")[:number])
+        add_experts(path / f"adapter-{number}", model, number, 8, "turned")
+    return path
+
+
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("none", marks=pytest.mark.exhaustive)])
-def test_packed_experts_have_bits_of_their_own_and_are_near_the_exact_ones(qwen: Path, quantization: str) -> None:
+def test_packed_experts_have_bits_of_their_own_and_are_near_the_exact_ones(mixture: Path, quantization: str) -> None:
     from test_adapted_packed_models import logprobs
 
-    adapters = [None, request(qwen / "adapter-0", 1), request(qwen / "adapter-1", 2)]
-    with open_llm(qwen / "model", **RANK) as llm:
+    adapters = [None, request(mixture / "adapter-0", 1), request(mixture / "adapter-1", 2)]
+    with open_llm(mixture / "model", **RANK) as llm:
         exact = [logprobs(llm, adapter) for adapter in adapters]
     options = {"dtype": "bfloat16", "compile": "pieces", "quantization": quantization, "enable_prefix_caching": False}
-    with open_llm(qwen / "model", batch_invariant=True, **options, **RANK) as llm:
+    with open_llm(mixture / "model", batch_invariant=True, **options, **RANK) as llm:
         found = [logprobs(llm, adapter) for adapter in adapters]
         together = tokens(llm, [PROMPT] * 3 + [OTHERS[0]] * 3, adapters * 2)
         alone = [tokens(llm, [prompt], each)[0] for prompt in (PROMPT, OTHERS[0]) for each in adapters]
