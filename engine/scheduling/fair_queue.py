@@ -29,8 +29,11 @@ class FairQueue(WaitingQueue):
     """A heap of tenants, each with a heap of its own. Counters only grow, so an entry that surfaces is put where it
     belongs by then: amortized O(log tenants)."""
 
-    def __init__(self) -> None:
+    def __init__(self, credit: int = 0) -> None:
+        """`credit`: by as many tokens of prompts who comes back may be given more than those that wait before it waits
+        for them: else a second request stands behind a flood for as long as the first one's prompt counts."""
         super().__init__()
+        self._credit = PROMPT_COST * credit
         self._accounts: dict[str, Account] = {}
         self._queues: dict[Account, WaitingQueue] = {}
         self._order: list[tuple[_Place, int, Account]] = []
@@ -61,9 +64,14 @@ class FairQueue(WaitingQueue):
 
     def _forget(self) -> None:
         """Whoever comes back would be raised as far at least."""
-        floor = min((each.served for each in self._queues), default=self._latest.served)
-        for account in [each for each in self._accounts.values() if not each.live and each.served <= floor]:
+        gone = [each for each in self._accounts.values() if not each.live and each.served <= self._floor(each)]
+        for account in gone:
             del self._accounts[account.name]
+
+    def _floor(self, account: Account) -> float:
+        """Where the counter of one of whom nothing waits is raised to, when something does."""
+        lowest = min((each.served for each in self._queues), default=self._latest.served)
+        return math.nextafter(lowest - self._credit / account.weight, -math.inf)
 
     def started(self, seq: Sequence, computed: int) -> None:
         """As many tokens of its prompt are to be computed."""
@@ -99,9 +107,8 @@ class FairQueue(WaitingQueue):
         assert account is not None
         queue = self._queues.get(account)
         if queue is None:
-            # Nobody has saved up what he did not ask for. Of equals who comes is the first, and is made way for.
-            others = (math.nextafter(each.served, -math.inf) for each in self._queues)
-            account.served = max(account.served, min(others, default=self._latest.served))
+            # Nobody has saved up more than that. Of equals who comes is the first, and is made way for.
+            account.served = max(account.served, self._floor(account))
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)
         self._waiting += 1

@@ -72,7 +72,7 @@ class Scheduler:
         self._steps = StepsInFlight()
         self._adapted = Adapted(self._steps, adapters)
         preemption = PreemptionCosts(config.preemption, swap_block_s, self._costs)
-        fair = FairQueue() if config.policy == "fair" else None
+        fair = FairQueue(config.max_num_batched_tokens) if config.policy == "fair" else None
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._running = self._held.running

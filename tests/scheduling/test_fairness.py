@@ -34,10 +34,10 @@ _Moves = st.lists(
 )
 
 
-@given(_Moves)
-def test_the_first_is_the_lowest_of_all(moves: list[tuple[str, int, int]]) -> None:
+@given(_Moves, st.sampled_from([0, 16]))
+def test_the_first_is_the_lowest_of_all(moves: list[tuple[str, int, int]], credit: int) -> None:
     """By priority, its tenant's counter, and arrival."""
-    queue, waiting, running = FairQueue(), list[Sequence](), list[Sequence]()
+    queue, waiting, running = FairQueue(credit), list[Sequence](), list[Sequence]()
     for number, (move, which, more) in enumerate(moves):
         if move == "push":
             seq = _sequence(number, more)
@@ -48,7 +48,7 @@ def test_the_first_is_the_lowest_of_all(moves: list[tuple[str, int, int]]) -> No
             waiting.append(seq)
             queue.push(seq)
             if was_idle and others:
-                lowest = math.nextafter(min(others), -math.inf)
+                lowest = math.nextafter(min(others) - PROMPT_COST * credit / seq.account.weight, -math.inf)
                 assert seq.account.served == max(before, lowest), "raised to the lowest of those that wait"
             elif not was_idle:
                 assert seq.account.served == before
@@ -130,6 +130,28 @@ def _given(loop: Loop, tenant: str) -> float:
             total += PROMPT_COST * (len(request.prompt_token_ids) - seq.cached_tokens)
             total += OUTPUT_COST * len(loop.tokens[name])
     return total
+
+
+@pytest.mark.parametrize("credit", [True, False])
+def test_who_comes_back_does_not_wait_for_a_flood_behind_its_own_prompt(credit: bool) -> None:
+    """Its second request starts at once, as long as it was given no more than a step's tokens before the flood."""
+    loop = Loop(policy="fair", rows=4, num_blocks=400, budget=64, max_model_len=300, depth=0)
+    fair = loop.scheduler._held.fair
+    assert fair is not None and fair._credit == 64
+    fair._credit *= credit
+    for index in range(20):
+        loop.add(f"flood{index}", [index % 11, 1, 2], 200, tenant=Tenant("flood"))
+    for _ in range(40):
+        loop.turn()
+    waits = [0, 0]
+    for index in range(2):
+        loop.add(f"honest{index}", [5 + index] * 50, 1, tenant=Tenant("honest"))
+        while not loop.ends[f"honest{index}"]:
+            loop.turn()
+            waits[index] += 1
+    assert waits[0] <= 2 and (waits[1] <= 2 if credit else waits[1] >= 5)
+    loop.run()
+    loop.assert_nothing_leaked()
 
 
 @pytest.mark.parametrize("tight", ["rows", "blocks"])
