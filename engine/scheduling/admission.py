@@ -16,6 +16,7 @@ from engine.kv_cache.swapping import blocks_to_go_on
 from engine.scheduling.expected import Expected
 from engine.scheduling.holdings import Holdings, urgency
 from engine.scheduling.placement import Placement
+from engine.scheduling.prompt_shares import LEAST
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.siblings import own_blocks, prefix_limit, start_of
 from engine.scheduling.step_draft import StepDraft
@@ -105,7 +106,7 @@ class Admission:
                 return
             own, other, fewer = seq.account, last.account, len(self._held.with_siblings(last))
             wanted = (own.rows + _rows_of(seq)) / own.weight
-            if other.served <= own.served or (other.rows - fewer) / other.weight < wanted:
+            if other.order <= own.order or (other.rows - fewer) / other.weight < wanted:
                 return
             self._held.preempt(last, {})
             seq = self._waiting.first()
@@ -118,24 +119,29 @@ class Admission:
             return True
         if seq.blocks.on_host:
             return self._is_blocked(seq, self._held.room)
-        return self._fits(seq, self._config.max_num_batched_tokens, self._held.growth) is False
+        return self._need(seq, self._config.max_num_batched_tokens, self._held.growth) is None
 
-    def _fits(self, seq: Sequence, budget: int, kept: int = 0) -> bool | None:
-        """Beside those that run, and so many blocks; None: that failed."""
+    def _need(self, seq: Sequence, budget: int, kept: int = 0) -> int | None:
+        """Tokens that it would compute if it started beside those that run, and so many blocks; None: it does not
+        fit, or that failed."""
+        if seq.blocks.on_host:
+            return 1
         with self._held.failures.isolate(seq):
-            return self._find_room(seq, budget, kept) is not None
+            hit = self._find_room(seq, budget, kept)
+            return None if hit is None else len(seq.tokens) - hit.num_tokens
         return None
 
     def for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
-        """What is left of the step, but for what those that start in it will take: as they need if they are more
-        urgent, of its other half if they are as urgent."""
+        """What is left of the step, but for what those that start in it will take: nearly all that they need if they
+        are more urgent, of its other half if they are as urgent."""
         budget, first = draft.budget, self.next()
         if first is None or urgency(first) > urgency(seq) or self._is_blocked(first, self._held.room):
             return budget
-        if not first.blocks.on_host and not self._fits(first, budget):
+        need = self._need(first, budget)
+        if need is None:
             return budget
         if urgency(first) < urgency(seq):
-            return max(budget - len(first.tokens), 1)
+            return max(budget - need, budget // LEAST, 1)
         taken = min(budget // 2, self.waiting_tokens)
         return max(budget - taken, min(budget, self._config.min_shared_chunk))
 

@@ -5,7 +5,6 @@ starts next; a more urgent priority comes first. What the prefix cache had costs
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence as Tokens
 
 from engine.request import Tenant
@@ -21,8 +20,8 @@ OUTPUT_COST = 2.0
 _KEPT = 64
 """tenants of whom nothing lives, before those are looked for of whom nothing need be known"""
 
-_Place = tuple[int, float, int]
-"""priority, counter and arrival of a tenant's first sequence: as they were when its entry was made"""
+_Place = tuple[int, tuple[float, bool], int]
+"""priority, its account's order and arrival of a tenant's first sequence: as they were when its entry was made"""
 
 
 class FairQueue(WaitingQueue):
@@ -30,8 +29,8 @@ class FairQueue(WaitingQueue):
     belongs by then: amortized O(log tenants)."""
 
     def __init__(self, credit: int = 0) -> None:
-        """`credit`: by as many tokens of prompts who comes back may be given more than those that wait before it waits
-        for them: else a second request stands behind a flood for as long as the first one's prompt counts."""
+        """`credit`: as many tokens of prompts who comes back may be given before those that waited then, and goes on
+        before them for so long: else its second request stands behind a flood while the first one's prompt counts."""
         super().__init__()
         self._credit = PROMPT_COST * credit
         self._accounts: dict[str, Account] = {}
@@ -64,14 +63,9 @@ class FairQueue(WaitingQueue):
 
     def _forget(self) -> None:
         """Whoever comes back would be raised as far at least."""
-        gone = [each for each in self._accounts.values() if not each.live and each.served <= self._floor(each)]
-        for account in gone:
+        floor = min((each.order[0] for each in self._queues), default=self._latest.order[0])
+        for account in [each for each in self._accounts.values() if not each.live and each.served <= floor]:
             del self._accounts[account.name]
-
-    def _floor(self, account: Account) -> float:
-        """Where the counter of one of whom nothing waits is raised to, when something does."""
-        lowest = min((each.served for each in self._queues), default=self._latest.served)
-        return math.nextafter(lowest - self._credit / account.weight, -math.inf)
 
     def started(self, seq: Sequence, computed: int) -> None:
         """As many tokens of its prompt are to be computed."""
@@ -107,8 +101,11 @@ class FairQueue(WaitingQueue):
         assert account is not None
         queue = self._queues.get(account)
         if queue is None:
-            # Nobody has saved up more than that. Of equals who comes is the first, and is made way for.
-            account.served = max(account.served, self._floor(account))
+            # Nobody has saved up what he did not ask for.
+            lowest = min((each.order[0] for each in self._queues), default=self._latest.order[0])
+            if account.served < lowest or not account.credit:
+                account.served = account.level = max(account.served, lowest)
+            account.credit = self._credit / account.weight
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)
         self._waiting += 1
@@ -173,4 +170,4 @@ class FairQueue(WaitingQueue):
 
 
 def _place(account: Account, first: Sequence) -> _Place:
-    return first.key[0], account.served, first.key[1]
+    return first.key[0], account.order, first.key[1]

@@ -243,9 +243,9 @@ class Holdings:
         self.kv.free(seq.blocks)  # on the host, if anywhere
 
 
-def urgency(seq: Sequence) -> tuple[int, float]:
+def urgency(seq: Sequence) -> tuple[int, tuple[float, bool]]:
     """Whose prompt is computed before others': the less, the sooner."""
-    return seq.key[0], _share(seq)
+    return seq.key[0], (0.0, False) if seq.account is None else seq.account.order
 
 
 def _share(seq: Sequence) -> float:

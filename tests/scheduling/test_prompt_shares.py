@@ -22,7 +22,10 @@ def test_shares_fill_the_budget_and_nobody_gets_more_than_it_needs(
     shares = prompt_shares(needs, budget, smallest)
     assert sum(shares) == min(budget, sum(need for _, need in needs))
     assert all(0 <= share <= need for share, (_, need) in zip(shares, needs, strict=True))
-    left = budget
+    others = sum(need for priority, need in needs if priority != needs[0][0])
+    left = budget - min(budget // 8, others)
+    assert sum(shares) >= budget or all(share == need for share, (_, need) in zip(shares, needs, strict=True))
+    assert sum(s for s, (priority, _) in zip(shares, needs, strict=True) if priority != needs[0][0]) >= budget - left
     for share, (priority, need) in zip(shares, needs, strict=True):
         if priority == needs[0][0]:
             assert share >= min(need, left // 2)
@@ -37,6 +40,7 @@ def test_shares_fill_the_budget_and_nobody_gets_more_than_it_needs(
         ([(0, 8000), (0, 8000), (0, 8000)], 1024, [512, 256, 256]),
         ([(0, 100), (0, 100), (0, 100)], 256, [100, 100, 56]),
         ([(0, 600), (1, 600)], 1024, [600, 424]),
+        ([(0, 2000), (1, 100), (1, 600)], 1024, [896, 100, 28]),
         ([], 5, []),
     ],
 )

@@ -36,8 +36,8 @@ def test_alone_or_among_the_less_urgent_a_long_prompt_has_all_of_a_step() -> Non
     loop.add("later", [3] * 8, 1, priority=2)
     loop.run()
     lengths = [plan.rows.query_lens.tolist() for plan in loop.plans]
-    assert lengths[0] == [32] and lengths[1] == [1, 31], "all of the step for what is more urgent, but a token"
-    assert lengths[2] == [32], "all of it for the most urgent one"
+    assert lengths[0] == [32] and lengths[1] == [4, 28], "nearly all of the step for what is more urgent"
+    assert lengths[2] == [28, 4], "who is half-way has an eighth"
 
 
 def test_nothing_is_left_of_a_step_for_who_cannot_start() -> None:
