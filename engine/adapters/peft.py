@@ -104,7 +104,7 @@ class AdapterFiles:
             self._tensors = self._shapes(targets) if headers_only else load(data)
         except KeyError as error:
             raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error
         if digest:
             self.digest = f"{zlib.crc32(data):08x} {self._alpha:g} {self._root}"

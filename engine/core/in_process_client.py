@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.core.inbox import STATS_CHANGED
+from engine.core.inbox import PIECES_TOOK_OVER
 from engine.core.loop import CoreLoop
 from engine.core.process import failure
 from engine.core.sleeper import Sleeper
@@ -104,7 +104,7 @@ class InProcessClient(Sleeper):
         """In the executor's thread."""
         core = self._core
         if core is not None:
-            core.inbox.put(STATS_CHANGED)
+            core.inbox.put(PIECES_TOOK_OVER)
         if self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(self._sent.set)
         self._compiled.set()

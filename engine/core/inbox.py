@@ -23,12 +23,14 @@ STEP_DONE = StepDone.STEP_DONE
 
 
 class StatsChanged(Enum):
-    """What makes the loop tell its stats though no step was collected: compiled pieces took over."""
+    """What makes the loop tell its stats though no step was collected."""
 
     STATS_CHANGED = 0
+    PIECES_TOOK_OVER = 1
+    """compiled ones, or they never will"""
 
 
-STATS_CHANGED = StatsChanged.STATS_CHANGED
+STATS_CHANGED, PIECES_TOOK_OVER = StatsChanged.STATS_CHANGED, StatsChanged.PIECES_TOOK_OVER
 
 
 class GrammarCompiled(msgspec.Struct, frozen=True):

@@ -338,10 +338,11 @@ class CoreLoop:
         if isinstance(message, AdapterLoaded):
             return self._scheduler.adapter_loaded(message.adapter)
         self._has_news = True
-        if isinstance(message, StatsChanged):
+        if not isinstance(message, StatsChanged):
+            return self._scheduler.transferred(message)
+        if message is StatsChanged.PIECES_TOOK_OVER:
             self._scheduler.steps_changed()
-            return []
-        return self._scheduler.transferred(message)
+        return []
 
     def _add(self, request: AddRequest) -> Sequence[Delta]:
         """A refused request fails alone, as a delta of its own."""
@@ -393,8 +394,6 @@ def _certain(rows: Rows) -> int:
 
 def refusal(request_id: str, kind: str, error: Exception) -> SequenceDelta:
     """The only delta of a request that was never admitted."""
-    message = str(error) if isinstance(error, EngineError) else in_words(error)
-    after_s = error.retry_after_s if isinstance(error, QueueFullError) else 1.0
-    return SequenceDelta(
-        request_id=request_id, finish_reason="error", error=message, error_kind=kind, retry_after_s=after_s
-    )
+    text = str(error) if isinstance(error, EngineError) else in_words(error)
+    after = error.retry_after_s if isinstance(error, QueueFullError) else 1.0
+    return SequenceDelta(request_id=request_id, finish_reason="error", error=text, error_kind=kind, retry_after_s=after)

@@ -12,7 +12,7 @@ from typing import cast
 from engine.adapters.interface import AdapterLoader
 from engine.adapters.request import LoRARequest
 from engine.config import EngineConfig
-from engine.core.inbox import STATS_CHANGED, AdapterLoaded, GrammarCompiled, Inbox, Post
+from engine.core.inbox import PIECES_TOOK_OVER, AdapterLoaded, GrammarCompiled, Inbox, Post
 from engine.core.kv_reports import KVEventReports
 from engine.core.loop import CoreLoop
 from engine.core.rounds import Rounds, in_rounds
@@ -120,7 +120,7 @@ def _build(
     loop = CoreLoop(scheduler, executor, config.scheduler.steps_in_flight, inbox, observer, *told)
     compiling = executor.compile_state() == "running"
     if compiling or config.parallel.ranks > 1:  # which also tells of a rank that is lost while nobody steps
-        executor.watch_compilation(lambda: post(STATS_CHANGED))
+        executor.watch_compilation(lambda: post(PIECES_TOOK_OVER))
     ready = CoreReady(
         num_blocks=ledger.num_blocks,
         block_size=config.cache.block_size,

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Iterator
 from json import JSONDecodeError
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import msgspec
 from fastapi import HTTPException, Request, Response
@@ -31,6 +31,9 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
 _CONTAINERS = (dict, list)
 _HALF = "half of a surrogate pair (\\ud800 to \\udfff) is no character"
 _TOO_LARGE = "the number is too large: at most 1.7e308"
+_SHOWN_DEPTH = 16
+_Way: TypeAlias = "tuple[_Way, object] | None"
+"""to a value: what holds it, and its key there; no list of keys each, which a deep body would make large"""
 
 
 class Holder(Protocol):
@@ -217,19 +220,27 @@ def _refuse_constant(text: str) -> NoReturn:
 
 def _first_fault(value: object) -> tuple[list[object], str] | None:
     """Where it is, and what."""
-    stack: list[tuple[list[object], object]] = [([], value)]
+    stack: list[tuple[_Way, object]] = [(None, value)]
     while stack:
-        path, node = stack.pop()
+        way, node = stack.pop()
         if isinstance(node, str) and not _encodes(node):
-            return path, _HALF
+            return _path(way), _HALF
         if isinstance(node, float) and math.isinf(node):
-            return path, _TOO_LARGE
+            return _path(way), _TOO_LARGE
         for key, child in _children(node):
             if isinstance(key, str) and not _encodes(key):
-                return path, _HALF
+                return _path(way), _HALF
             if isinstance(child, (str, float, *_CONTAINERS)):
-                stack.append(([*path, key], child))
+                stack.append(((way, key), child))
     return None
+
+
+def _path(way: _Way) -> list[object]:
+    path: list[object] = []
+    while way is not None:
+        way, key = way
+        path.append(key)
+    return path[::-1]
 
 
 def _encodes(text: str) -> bool:
@@ -242,7 +253,8 @@ def _encodes(text: str) -> bool:
 
 def _written(path: list[object]) -> str:
     """messages[0].content"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    return "".join(parts[:_SHOWN_DEPTH]).removeprefix(".") + "…" * (len(parts) > _SHOWN_DEPTH)
 
 
 def _bad_value(message: str, param: str | None) -> HTTPException:

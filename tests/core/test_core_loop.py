@@ -18,7 +18,7 @@ from thread_cpu import assert_idle
 
 from engine.config import EngineConfig
 from engine.core.client import CoreClient, InProcessClient
-from engine.core.inbox import STATS_CHANGED
+from engine.core.inbox import PIECES_TOOK_OVER, STATS_CHANGED
 from engine.core.loop import MAX_EMPTY_PLANS, MESSAGES_A_TURN, CoreLoop
 from engine.core.start import build_core
 from engine.core.wire import (
@@ -227,6 +227,8 @@ def test_where_compiled_pieces_took_over_nothing_is_known_of_what_steps_cost():
         loop.turn(wait=False)
     assert costs.decode_s > 0.0 and costs.prompt_token_s > 0.0 and costs.rows_s()[0] > 0.0
     loop.inbox.put(STATS_CHANGED)
+    assert loop.turn(wait=False) is not None and costs.decode_s > 0.0, "a profile has ended"
+    loop.inbox.put(PIECES_TOOK_OVER)
     assert loop.turn(wait=False) is not None, "it is told at once"
     assert (costs.decode_s, costs.prompt_token_s, costs.rows_s()) == (0.0, 0.0, (0.0, 0.0))
     loop.close()

@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -64,6 +65,18 @@ def test_a_number_that_no_float_holds_is_refused_where_it_stands(number: bytes) 
     for raw in (b'{"a": %b, "b": }', b'{"a": %b, "b": NaN}', b'{"a": %b, "b": Infinity}'):
         with pytest.raises(json.JSONDecodeError):
             decode(raw % number, Limits())
+
+
+def test_where_a_number_stands_in_a_deep_body_takes_no_list_of_keys_for_each_other_one() -> None:
+    raw = b"[" * 900 + b"1.5," * 50_000 + b"1e999" + b"]" * 900
+    tracemalloc.start()
+    try:
+        error = refusal(raw)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert error["message"] == "[0]" * 16 + "…: the number is too large: at most 1.7e308"
+    assert most < 32 << 20
 
 
 def test_pairs_and_escaped_backslashes_are_text() -> None:
