@@ -54,7 +54,7 @@ class ReplicatedClient(Sleeping):
         followed = config.core_restarts > 0 and not self._in_rounds
         most_waiting = scheduler.max_waiting + scheduler.max_num_seqs if followed else 0
         router = router or Router(config.cache.block_size, config.parallel.data > 1)
-        self._fleet: Fleet[ProcessClient] = Fleet(router, self._in_rounds, most_waiting)
+        self._fleet: Fleet[ProcessClient] = Fleet(router, self._in_rounds, most_waiting, config.scheduler.speculation)
         self._restarts = Restarts(0 if self._in_rounds else config.core_restarts)
         self._following: set[threading.Thread] = set()
         """who starts a core in the place of one that died"""

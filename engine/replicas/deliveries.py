@@ -14,9 +14,10 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.core.wire import AddRequest, Delta, Resumed, SequenceDelta, TokenDeltas
+from engine.speculation_config import SpeculationConfig
 
-WELL_ON = 16
-"""tokens of a sequence: more than a core has computed and not told when it dies (steps in flight, with their drafts)"""
+STEPS = 8
+"""more than a core has computed and not told when it dies: in flight, and under way"""
 
 
 class _Request(msgspec.Struct, eq=False):
@@ -59,7 +60,8 @@ class News(msgspec.Struct):
 class Deliveries:
     """Requests by their `request_id`, sequences by their own. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, speculation: SpeculationConfig) -> None:
+        self._speculation = speculation
         self._requests: dict[str, _Request] = {}
         self._sequences: dict[str, _Sequence] = {}
 
@@ -78,12 +80,22 @@ class Deliveries:
             sequence.had = len(sequence.tokens)
 
     def got_on(self, request_id: str) -> bool:
-        """Something of each sequence that has not ended was delivered since then."""
-        return all(len(each.tokens) > each.had for each in self._sequences_of(request_id))
+        """Something of it was delivered since then, of each sequence of which anything had been: others may wait for
+        their turn."""
+        return self._least(request_id) > 0
 
     def well_on(self, request_id: str) -> bool:
         """So much that it is behind all that a core computed of it before."""
-        return all(len(each.tokens) - each.had >= WELL_ON for each in self._sequences_of(request_id))
+        drafts = self._speculation.num_speculative_tokens
+        drafted = self._speculation.method is not None or self._requests[request_id].message.grammar is not None
+        return self._least(request_id) >= STEPS * (1 + drafts * drafted)
+
+    def _least(self, request_id: str) -> int:
+        sequences = self._sequences_of(request_id)
+        began = [each for each in sequences if each.had]
+        if began:
+            return min(len(each.tokens) - each.had for each in began)
+        return max((len(each.tokens) for each in sequences), default=0)
 
     def _sequences_of(self, request_id: str) -> list[_Sequence]:
         return [self._sequences[name] for name in self._requests[request_id].left]

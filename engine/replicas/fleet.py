@@ -35,6 +35,7 @@ from engine.replicas.deliveries import Deliveries, News
 from engine.replicas.router import Place, Router
 from engine.replicas.suspects import Suspects
 from engine.replicas.together import counters_of, stats_of_all
+from engine.speculation_config import SpeculationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,13 @@ class Replica(msgspec.Struct, Generic[C], eq=False):
 class Fleet(Generic[C]):
     """From any thread. What a replica tells is taken in by one at a time."""
 
-    def __init__(self, router: Router, in_rounds: bool = False, most_waiting: int = 0) -> None:
+    def __init__(
+        self,
+        router: Router,
+        in_rounds: bool = False,
+        most_waiting: int = 0,
+        speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008  # it never changes
+    ) -> None:
         """`in_rounds`: replicas take every step together (`engine.core.rounds`), and none can do without another.
         `most_waiting`: sequences that may come while there is no replica, and another one is on its way."""
         self.replicas: tuple[Replica[C], ...] = ()
@@ -79,7 +86,7 @@ class Fleet(Generic[C]):
         self._router = router
         self._in_rounds = in_rounds
         self._wakes = 0
-        self._deliveries = Deliveries()
+        self._deliveries = Deliveries(speculation)
         self._most_waiting = most_waiting
         self._waiting: list[str] = []
         """requests that wait for a replica; of some nothing may be left"""

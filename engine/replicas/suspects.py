@@ -10,13 +10,13 @@ TWICE = 2
 
 
 class Suspects:
-    """Requests by their names. Not thread-safe. `left`: what is left of one. `got_on`: whether something of each of its
-    sequences was delivered since it was sent where it is: what kills a core does so again at the same place. `well_on`:
-    whether more was than a core computes and has not told when it dies: then that place is behind it."""
+    """Requests by their names. Not thread-safe. `left`: what is left of one. `got_on`: whether something of it was
+    delivered since it was sent where it is: what kills a core does so again at the same place. `well_on`: whether more
+    was than a core computes and has not told when it dies: then that place is behind it."""
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
-        """in which a request had not got on, since it was well on"""
+        """of cores in which a request was not well on, since it was"""
         self._waiting: deque[str] = deque()
         self._on_trial: str | None = None
 
@@ -33,10 +33,10 @@ class Suspects:
             del self._deaths[still[0]]
             return [name for name in present if name not in still], still
         for name in present:
-            if name in still:
-                self._deaths[name] += 1
-            elif well_on(name):
+            if well_on(name):
                 self._deaths.pop(name, None)
+            else:
+                self._deaths[name] += 1
         self._waiting += [name for name in present if self._deaths[name] >= TWICE]
         return [name for name in present if self._deaths[name] < TWICE], []
 

@@ -126,7 +126,7 @@ class Expected:
         others' that run."""
         now = self.clock()
         self._came.append(now)
-        self._returns.came(now)
+        self._returns.came(_line(request), now)
         if request.deadline_s is None:
             return False
         job, forecast = self._job(request), self._forecast(request)
@@ -136,17 +136,15 @@ class Expected:
             if self._is_idle(0):
                 return False
             self._refused_at = now
-            line = request.tenant.name, request.priority
-            error.retry_after_s = self._returns.take(line, now, error.retry_after_s, forecast.takes_s(job))
+            error.retry_after_s = self._returns.take(_line(request), now, error.retry_after_s, forecast.takes_s(job))
             raise
         return True
 
     def when_room(self, request: AddRequest) -> float:
         """Seconds until one is to ask again for whom there is no place among those that wait."""
         now, each_s = self.clock(), self._forecast(request).takes_s(self._job(request))
-        self._returns.came(now)
-        line = request.tenant.name, request.priority
-        return self._returns.take(line, now, max(each_s, _LEAST_S), each_s)
+        self._returns.came(_line(request), now)
+        return self._returns.take(_line(request), now, max(each_s, _LEAST_S), each_s)
 
     def _check(self, request: AddRequest, deadline_s: float, job: Job, forecast: Forecast) -> None:
         seconds = self._margin * forecast.seconds(job)
@@ -263,6 +261,11 @@ class Expected:
         steps = self.answers.expected(seq.tenant, seq.max_total - seq.prompt_len)[0] * self._steps_a_token
         step_s = prices.step_s + prices.row_s * (len(self._running) + len(seq.siblings))
         return seq.prompt_len * (self._computed.mean or 1.0) * prices.prompt_token_s + steps * step_s
+
+
+def _line(request: AddRequest) -> tuple[str, int]:
+    """Who is in each other's way."""
+    return request.tenant.name, request.priority
 
 
 def _leads(seq: Sequence) -> bool:

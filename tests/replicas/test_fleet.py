@@ -29,9 +29,10 @@ from engine.core.wire import (
     each_delta,
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
-from engine.replicas.deliveries import WELL_ON, Deliveries
+from engine.replicas.deliveries import STEPS, Deliveries
 from engine.replicas.fleet import Fleet, Replica
 from engine.replicas.router import Router
+from engine.speculation_config import SpeculationConfig
 from engine.step import RowParams, TokenLogprobs
 
 
@@ -110,7 +111,7 @@ def test_what_is_taken_over_goes_on_behind_what_was_delivered() -> None:
 
 
 def test_what_has_begun_is_told_of_once() -> None:
-    deliveries = Deliveries()
+    deliveries = Deliveries(SpeculationConfig())
     deliveries.add(request("a", max_tokens=4), 0)
     deliveries.take_in(0, [SequenceDelta(request_id="a", token_ids=[1], started_at=1.0, cached_tokens=16)])
     deliveries.move("a", 1)
@@ -118,27 +119,45 @@ def test_what_has_begun_is_told_of_once() -> None:
     assert deliveries.take_in(1, [again]).deltas == [SequenceDelta(request_id="a", token_ids=[2])]
 
 
-def test_a_request_has_got_on_when_each_of_its_sequences_has() -> None:
-    """One that kills stands still at its token, while others of its samples go on."""
-    deliveries = Deliveries()
-    deliveries.add(added("a", [1, 2, 3], 40, n=2), 0)
-    first = TokenDeltas(request_ids=["a"], token_ids=[1])
-    deliveries.take_in(0, [first])
+def test_a_request_has_got_on_when_each_of_its_sequences_that_had_begun_has() -> None:
+    """One that kills stands still at its token, while others of its samples go on, and others wait for a row."""
+    deliveries = Deliveries(SpeculationConfig())
+    deliveries.add(added("a", [1, 2, 3], 40, n=3), 0)
+    first, second = (TokenDeltas(request_ids=[name], token_ids=[1]) for name in ("a", "a-1"))
     assert not deliveries.got_on("a")
-    deliveries.take_in(0, [TokenDeltas(request_ids=["a-1"], token_ids=[1])])
+    deliveries.take_in(0, [first])
     assert deliveries.got_on("a") and not deliveries.well_on("a")
+    deliveries.take_in(0, [second])
     deliveries.move("a", 1)
     assert not deliveries.got_on("a")
-    for _ in range(WELL_ON):
+    for _ in range(STEPS):
         deliveries.take_in(1, [first])
     assert not deliveries.got_on("a") and not deliveries.well_on("a")
-    deliveries.end("a-1")
+    for _ in range(STEPS):
+        assert not deliveries.well_on("a")
+        deliveries.take_in(1, [second])
+        assert deliveries.got_on("a")
     assert deliveries.well_on("a")
+
+
+def test_with_drafts_a_request_is_well_on_behind_as_many_tokens_more() -> None:
+    for speculation, grammar, wanted in (
+        (SpeculationConfig(method="ngram", num_speculative_tokens=3), None, 4 * STEPS),
+        (SpeculationConfig(num_speculative_tokens=3), "g", 4 * STEPS),
+        (SpeculationConfig(num_speculative_tokens=3), None, STEPS),
+    ):
+        deliveries = Deliveries(speculation)
+        deliveries.add(msgspec.structs.replace(added("a", [1, 2, 3], 40), grammar=grammar), 0)
+        tokens = 0
+        while not deliveries.well_on("a"):
+            deliveries.take_in(0, [TokenDeltas(request_ids=["a"], token_ids=[1])])
+            tokens += 1
+        assert tokens == wanted
 
 
 def test_a_search_begins_again() -> None:
     message = msgspec.structs.replace(added("a", [1, 2, 3], 40, n=2), beams=BeamParams(width=3))
-    deliveries = Deliveries()
+    deliveries = Deliveries(SpeculationConfig())
     deliveries.add(message, 0)
     assert deliveries.resumed("a") == msgspec.structs.replace(message, accepted=True)
 

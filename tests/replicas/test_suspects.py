@@ -20,18 +20,15 @@ def _left(name: str) -> list[str]:
 
 
 def test_who_says_nothing_before_its_end_is_not_blamed_for_one_that_gets_on_and_then_kills() -> None:
-    """A search beside a request that kills at its tenth token."""
+    """A search beside a request that kills at its hundredth token."""
     suspects = Suspects()
-    for _ in range(2):
-        go_on, killers = suspects.of_death(["killer", "search"], _only("killer"), _only())
-        assert "killer" in go_on and not killers
+    well = _only("killer")
+    assert suspects.of_death(["killer", "search"], well, well) == (["killer", "search"], [])
+    assert suspects.of_death(["killer", "search"], _only("killer"), _only()) == (["killer"], [])
     assert suspects.next(_left) == "search"
     assert suspects.is_trying(_left, _only())
-    go_on, killers = suspects.of_death(["killer", "search"], _only(), _only())  # as if its court had not been empty
-    assert (go_on, killers) == (["killer"], [])
-    assert suspects.next(_left) == "search"
-    assert not suspects.is_trying(_left, _only("search")), "it is well on: acquitted"
-    assert suspects.of_death(["killer"], _only(), _only()) == ([], [])
+    assert not suspects.is_trying(_left, _only("search")), "it is over, or well on: acquitted"
+    assert suspects.of_death(["killer", "search"], _only("search"), _only("search")) == (["search"], [])
     assert suspects.next(_left) == "killer"
     both = _only("search")
     assert suspects.of_death(["killer", "search"], both, both) == (["search"], ["killer"])
@@ -53,6 +50,7 @@ def test_who_gets_on_by_what_was_lost_is_no_less_suspect() -> None:
     assert suspects.next(_left) == "killer"
     assert suspects.of_death(["killer"], _only(), _only()) == ([], ["killer"])
     assert suspects.next(_left) == "loads" and not suspects.is_trying(_left, _only("loads"))
+    suspects.forget("other")
     assert not suspects._deaths
 
 

@@ -35,7 +35,7 @@ def test_few_lines_are_remembered() -> None:
     times = ReturnTimes()
     for line in range(5000):
         times.take(line, 0.0, 0.0, 1.0)
-    assert len(times._ends) <= 1024
+    assert len(times._lines) <= 1024
     assert times.take(4999, 0.0, 0.0, 1.0) == 1.0
 
 
@@ -43,11 +43,11 @@ def test_who_was_told_and_does_not_come_stands_in_nobodys_way() -> None:
     times = ReturnTimes()
     for _ in range(60):  # a burst, of which nobody comes again
         times.take("a", 0.0, 0.0, 1.0)
-    times.came(5.0)
+    times.came("a", 5.0)
     assert times.take("a", 5.0, 0.5, 1.0) > 40.0, "three have not come, nor is it known of many of those behind them"
-    times.came(25.0)
-    assert times.take("a", 25.0, 0.5, 1.0) < 8.0
-    times.came(55.0)
+    times.came("a", 25.0)
+    assert times.take("a", 25.0, 0.5, 1.0) < 12.0
+    times.came("a", 55.0)
     assert times.take("a", 55.0, 0.5, 1.0) < 2.0
 
 
@@ -56,13 +56,21 @@ def test_those_who_come_when_they_were_told_to_keep_the_line() -> None:
     for _ in range(30):
         told.append(times.take("a", 0.0, 1.0, 1.0))
     for at in told[:20]:
-        times.came(at + 0.5)
+        times.came("a", at + 0.5)
     assert times.take("a", 20.5, 1.0, 1.0) == 10.5
     assert times.take("a", 20.5, 1.0, 1.0) == 11.5
 
 
+def test_one_line_knows_nothing_of_another_ones_clients() -> None:
+    times = ReturnTimes()
+    for _ in range(60):
+        times.take("a", 0.0, 0.0, 1.0)
+    times.came("a", 100.0)
+    assert [times.take("b", 100.0, 0.0, 1.0) for _ in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_as_many_are_waited_for_as_may_be() -> None:
     times = ReturnTimes()
-    for line in range(20_000):
-        times.take(line, 0.0, 0.0, 1.0)
-    assert len(times._due) <= 4096
+    for _ in range(20_000):
+        times.take("a", 0.0, 0.0, 0.001)
+    assert len(times._lines["a"].due) <= 256
