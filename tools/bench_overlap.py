@@ -144,6 +144,8 @@ class BusyScheduler:
     def adapter_loaded(self, adapter: LoRARequest) -> list[SequenceDelta]:
         return []
 
+    def steps_changed(self) -> None: ...
+
     def transferred(self, news: News) -> list[SequenceDelta]:
         return []
 
