@@ -150,9 +150,7 @@ def decode(raw: bytes, limits: Limits) -> Any:
         value = msgspec.json.decode(raw.removeprefix(BOM))
     except RecursionError:
         raise _refusal(limits, "json_depth") from None
-    except UnicodeDecodeError as error:
-        raise _bad_value("the body is not UTF-8", None) from error
-    except msgspec.DecodeError as error:
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
         _refuse_value(raw, error)
     if raw.count(b"[") + raw.count(b"{") > limits.json_depth and _is_deeper(value, limits.json_depth):
         raise _refusal(limits, "json_depth")
@@ -191,9 +189,13 @@ def _children(node: object) -> Iterator[tuple[object, object]]:
         yield from enumerate(node)
 
 
-def _refuse_value(raw: bytes, error: msgspec.DecodeError) -> NoReturn:
+def _refuse_value(raw: bytes, error: Exception) -> NoReturn:
     """msgspec decodes no half of a surrogate pair and no number that a float does not hold, and does not say where it
-    is: the lenient parser and a walk do."""
+    is: the lenient parser and a walk do. What is not UTF-8 its releases tell by different errors."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        raise _bad_value("the body is not UTF-8", None) from error
     try:
         value = json.loads(raw, parse_int=_integer, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -106,7 +106,9 @@ def test_preempted_they_are_the_same(
         assert tokens_of(llm, prompts[:short] * 3) == expected[:short] * 3
         stats = llm.stats()
         assert stats.preemptions > 0
-        assert stats.preemptions_swapped == (stats.preemptions if preemption == "swap" else 0)
+        # What is swapped holds together no more than the device has (paper, §4.5); beyond that it is computed again.
+        least, most = (stats.preemptions // 2, stats.preemptions) if preemption == "swap" else (0, 0)
+        assert least <= stats.preemptions_swapped <= most
         assert stats.host_blocks_used == stats.kv_blocks_used == 0
 
 
