@@ -30,21 +30,29 @@ def checks() -> Iterator[GrammarChecks]:
     made.close()
 
 
-def test_the_same_answer_without_asking_again(checks: GrammarChecks) -> None:
+@pytest.fixture
+def patient() -> Iterator[GrammarChecks]:
+    """Whatever else the machine does."""
+    made = GrammarChecks(Limits(grammar_s=60.0))
+    yield made
+    made.close()
+
+
+def test_the_same_answer_without_asking_again(patient: GrammarChecks) -> None:
     params = StructuredOutputsParams(regex="a+")
-    grammar = checks.check(params)
-    checks.close()  # nobody could be asked any more
-    assert checks.check(StructuredOutputsParams(regex="a+")) == grammar
-    assert asyncio.run(checks.check_async(params)) == grammar
+    grammar = patient.check(params)
+    patient.close()  # nobody could be asked any more
+    assert patient.check(StructuredOutputsParams(regex="a+")) == grammar
+    assert asyncio.run(patient.check_async(params)) == grammar
 
 
-def test_what_is_wrong_is_told_and_the_helper_serves_on(checks: GrammarChecks) -> None:
+def test_what_is_wrong_is_told_and_the_helper_serves_on(patient: GrammarChecks) -> None:
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="unclosed") as caught:
-            checks.check(StructuredOutputsParams(regex="(("))
+            patient.check(StructuredOutputsParams(regex="(("))
         assert caught.value.field == "structured_outputs"
-    assert checks.check(StructuredOutputsParams(regex="b"))
-    assert len(checks._helpers._idle) == 1
+    assert patient.check(StructuredOutputsParams(regex="b"))
+    assert len(patient._helpers._idle) == 1
 
 
 def test_what_takes_too_long_is_ended_and_names_its_limit(checks: GrammarChecks) -> None:
