@@ -16,7 +16,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._deaths: Counter[str] = Counter()
-        """of cores in which a request was not well on, since it was"""
+        """in which nothing had come of a request, since it was well on"""
         self._waiting: deque[str] = deque()
         self._on_trial: str | None = None
 
@@ -33,10 +33,10 @@ class Suspects:
             del self._deaths[still[0]]
             return [name for name in present if name not in still], still
         for name in present:
-            if well_on(name):
-                self._deaths.pop(name, None)
-            else:
+            if name in still:
                 self._deaths[name] += 1
+            elif well_on(name):
+                self._deaths.pop(name, None)
         self._waiting += [name for name in present if self._deaths[name] >= TWICE]
         return [name for name in present if self._deaths[name] < TWICE], []
 

@@ -22,9 +22,8 @@ def _left(name: str) -> list[str]:
 def test_who_says_nothing_before_its_end_is_not_blamed_for_one_that_gets_on_and_then_kills() -> None:
     """A search beside a request that kills at its hundredth token."""
     suspects = Suspects()
-    well = _only("killer")
-    assert suspects.of_death(["killer", "search"], well, well) == (["killer", "search"], [])
-    assert suspects.of_death(["killer", "search"], _only("killer"), _only()) == (["killer"], [])
+    for got_on in (_only("killer"), _only()):
+        assert suspects.of_death(["killer", "search"], got_on, got_on)[1] == []
     assert suspects.next(_left) == "search"
     assert suspects.is_trying(_left, _only())
     assert not suspects.is_trying(_left, _only("search")), "it is over, or well on: acquitted"
@@ -50,7 +49,6 @@ def test_who_gets_on_by_what_was_lost_is_no_less_suspect() -> None:
     assert suspects.next(_left) == "killer"
     assert suspects.of_death(["killer"], _only(), _only()) == ([], ["killer"])
     assert suspects.next(_left) == "loads" and not suspects.is_trying(_left, _only("loads"))
-    suspects.forget("other")
     assert not suspects._deaths
 
 
