@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from engine.core.wire import AddRequest, Delta, Resumed, SequenceDelta, TokenDeltas
 from engine.speculation_config import SpeculationConfig
 
-STEPS = 8
+STEPS = 16
 """more than a core has computed and not told when it dies: in flight, and under way"""
 
 
