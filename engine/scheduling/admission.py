@@ -119,15 +119,16 @@ class Admission:
             return True
         if seq.blocks.on_host:
             return self._is_blocked(seq, self._held.room)
-        return self._need(seq, self._config.max_num_batched_tokens, self._held.growth) is None
+        with self._held.failures.isolate(seq):
+            return self._find_room(seq, self._config.max_num_batched_tokens, self._held.growth) is None
+        return False  # nobody is preempted for one that fails
 
-    def _need(self, seq: Sequence, budget: int, kept: int = 0) -> int | None:
-        """Tokens that it would compute if it started beside those that run, and so many blocks; None: it does not
-        fit, or that failed."""
+    def _need(self, seq: Sequence, budget: int) -> int | None:
+        """Tokens that it would compute if it started beside those that run; None: it does not fit, or that failed."""
         if seq.blocks.on_host:
             return 1
         with self._held.failures.isolate(seq):
-            hit = self._find_room(seq, budget, kept)
+            hit = self._find_room(seq, budget)
             return None if hit is None else len(seq.tokens) - hit.num_tokens
         return None
 
