@@ -26,6 +26,8 @@ _INT4_STEPS = (14.5, 15.5)
 """levels that the range of a group is first cut into: a little finer and a little coarser than the 15 there are"""
 _HALF_MAX = 65504.0
 _FLOAT8_MAX = 448.0
+_SMALLEST = 2.0**-110
+"""what is not larger counts as nothing: levels over it could be infinite"""
 
 
 def pack_int8(weight: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def float8_rows(weight: Tensor) -> Tensor:
     weight = weight.float()
     largest = weight.abs().amax(1, keepdim=True)
     _check_finite(largest)
-    inverse = torch.where(largest > 0, _FLOAT8_MAX / largest, 0.0)
+    inverse = torch.where(largest > _SMALLEST, _FLOAT8_MAX / largest, 0.0)
     values = weight.mul(inverse).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn)
     return torch.cat((values.view(torch.uint8), (largest / _FLOAT8_MAX).view(torch.uint8)), dim=1)
 
@@ -126,7 +128,7 @@ def _int8_panels(weight: Tensor) -> Tensor:
     weight = rotate_back(weight.float())
     largest = weight.abs().amax(2, keepdim=True)
     _check_finite(largest)
-    inverse = torch.where(largest > 0, _INT8_LEVELS / largest, 0.0)
+    inverse = torch.where(largest > _SMALLEST, _INT8_LEVELS / largest, 0.0)
     levels = weight.mul(inverse).round_().clamp_(-_INT8_LEVELS, _INT8_LEVELS).to(torch.int8)
     by_input = levels.view(torch.int32).transpose(1, 2).contiguous()
     sums = levels.sum(2, dtype=torch.int32)
@@ -138,7 +140,7 @@ def _int4_panels(weight: Tensor) -> Tensor:
     panels, _, k = weight.shape
     x = weight.reshape(-1, _GROUP).t().float().contiguous()  # inputs of a group down a column: reductions vectorise
     d, m = _int4_lines(x)
-    d16, m16 = d.half(), m.clamp_(-_HALF_MAX, _HALF_MAX).half()
+    d16, m16 = d.clamp_(max=_HALF_MAX).half(), m.clamp_(-_HALF_MAX, _HALF_MAX).half()
     d, m = d16.float(), m16.float()
     q = torch.addcmul(torch.where(d > 0, -m / d, 0.0), x, torch.where(d > 0, 1 / d, 0.0)).round_()
     levels = q.clamp_(0, _INT4_LEVELS).to(torch.uint8)
@@ -156,7 +158,7 @@ def _int4_lines(x: Tensor) -> tuple[Tensor, Tensor]:
     best_gain = best_d = best_m = None
     q, product = torch.empty_like(x), torch.empty_like(x)
     for steps in _INT4_STEPS:
-        inverse = torch.where(width > 0, steps / width, 0.0)
+        inverse = torch.where(width > _SMALLEST, steps / width, 0.0)
         # The middle of the range falls on the middle of the levels, so that what does not fit is clipped on both sides.
         offset = _INT4_LEVELS / 2 - inverse * (low + high) / 2
         torch.addcmul(offset, x, inverse, out=q).round_().clamp_(0, _INT4_LEVELS)

@@ -6,7 +6,8 @@ Everything that can be wrong with names and shapes is found before the first byt
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -237,12 +238,16 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
         path, _, name = parameter.removesuffix(".weight").rpartition(".")
         layer = getattr(model.get_submodule(path), name)
         if isinstance(layer, Linear):
-            setattr(model.get_submodule(path), name, packer.pack_linear(layer, parts, source))
+            with _named(parts, source):
+                packed_layer = packer.pack_linear(layer, parts, source)
+            setattr(model.get_submodule(path), name, packed_layer)
         elif name == "gate_up":
             above, _, name = path.rpartition(".")
             experts = model.get_submodule(path)
             assert isinstance(experts, Experts)
-            packed = packer.pack_experts(experts, parts, matrices[f"{path}.down"], source)
+            down = matrices[f"{path}.down"]
+            with _named([*parts, *down], source):
+                packed = packer.pack_experts(experts, parts, down, source)
             setattr(model.get_submodule(above), name, packed)
     packer.fuse_heads_and_norms(model)
 
@@ -250,13 +255,27 @@ def _pack(model: Decoder, source: WeightSource | None, rows: Mapping[str, Rows],
 def _pack_tables(
     model: Decoder, embedding: Part | None, head: Part | None, source: WeightSource | None, packer: AnyPacker
 ) -> None:
-    if model.spec.begins and model.spec.ends:
-        assert embedding is not None
-        packer.pack_tables(model, embedding, head, source)
-    elif embedding is not None:
-        packer.pack_embedding(model, embedding, source, tied=model.spec.tie_embeddings)
-    elif head is not None:
-        packer.pack_head(model, head, source)
+    with _named([part for part in (embedding, head) if part is not None], source):
+        if model.spec.begins and model.spec.ends:
+            assert embedding is not None
+            packer.pack_tables(model, embedding, head, source)
+        elif embedding is not None:
+            packer.pack_embedding(model, embedding, source, tied=model.spec.tie_embeddings)
+        elif head is not None:
+            packer.pack_head(model, head, source)
+
+
+@contextmanager
+def _named(parts: Sequence[Part], source: WeightSource | None) -> Iterator[None]:
+    """What a packer refuses (a number that is not finite, among few things), with the tensors that it was given."""
+    try:
+        yield
+    except ValueError as error:
+        if source is None or not parts:
+            raise
+        names = list(dict.fromkeys(part.name for part in parts))
+        said = f"tensor {names[0]}" + (f" or one of {len(names) - 1} more" if len(names) > 1 else "")
+        raise WeightsError(f"{source.file_of(names[0])}: {said}: {error}") from error
 
 
 def _check(

@@ -23,9 +23,11 @@ class Rows(EncodedRows):
     """The same, or dense [n, k], which the format is then made of."""
 
     def goes_with(self, other: Rows) -> bool:
+        if self.format is not other.format or self.rows.dtype != other.rows.dtype:  # dense, or encoded already
+            return False
         if self.order is None or other.order is None:
-            return self.format is other.format and self.order is other.order
-        return self.format is other.format and torch.equal(self.order, other.order)
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
 
 
 class RowsPacker:

@@ -76,7 +76,7 @@ class QuantizedSource:
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._source.file_of(name)
-        starts = (f"{matrix.prefix}.", f"{matrix.prefix}_")
+        starts = (f"{matrix.prefix}.", f"{matrix.prefix}_", *(("weight", "qweight") if not matrix.prefix else ()))
         return self._source.file_of(next(each for each in self._source.shapes() if each.startswith(starts)))
 
     def read_into(self, name: str, destination: Tensor, expert: int | None = None) -> None:
@@ -143,7 +143,11 @@ class QuantizedSource:
     def _float8(self, matrix: StoredMatrix) -> tuple[Tensor, Tensor]:
         inverse = f"{matrix.prefix}.weight_scale_inv" in self._source.shapes()
         name = tensor_name(self._stored, "", "weight_scale")
-        scale = self._finite(matrix, ".weight_scale_inv" if inverse else name)
+        ending = ".weight_scale_inv" if inverse else name
+        if self._tensor(matrix, ending).dtype is torch.uint8:  # exponents, as F8_E8M0 are
+            scale = block_floats.powers(self._powers(matrix, ending))
+        else:
+            scale = self._finite(matrix, ending)
         return self._tensor(matrix, tensor_name(self._stored, "", "weight")), scale
 
     def _codes(self, matrix: StoredMatrix, destination: Tensor) -> None:

@@ -314,7 +314,8 @@ class _Reader:
         group = self._stored.group_size or k if kind in (Kind.GPTQ, Kind.AWQ) else None
         if group is None or -(-k // group) != groups:
             if groups < 1 or k % groups:
-                scales = f"{prefix}.{'scales' if kind in (Kind.GPTQ, Kind.AWQ) else 'weight_scale'}"
+                named = kind in (Kind.GPTQ, Kind.AWQ)
+                scales = f"{prefix}.scales" if named else tensor_name(self._stored, prefix, "weight_scale")
                 raise self._wrong(scales, f"groups of {group or 'equal size'} of {k} inputs")
             group = k // groups
         return StoredMatrix(f"{prefix}.weight", kind, prefix, (n, k), bits, groups, min(group, k), has_zeros)
@@ -338,7 +339,8 @@ class _Reader:
         header = self._headers.get(name)
         if header is None:
             module = name.rpartition(".")[0] + "."
-            file = next(header.file for other, header in self._headers.items() if other.startswith(module))
+            beside = (header.file for other, header in self._headers.items() if other.startswith(module))
+            file = next(beside, next(iter(self._headers.values())).file)  # a module without a name has nothing beside
             raise WeightsError(f"{file}: tensor {name} is missing, without which the weights beside it mean nothing")
         self.used.add(name)
         if header.dtype not in dtypes:

@@ -155,6 +155,8 @@ _SHAPES = [
     ("bnb_int8", _without("SCB"), "SCB is missing"),
     ("bnb_int8", _instead("SCB", lambda x: x[:-1]), "SCB has shape"),
     ("torchao_int8", _without("_weight_scale"), "_weight_scale is missing"),
+    ("torchao_int8", _instead("_weight_scale", lambda x: x.view(-1, 1)[:, :0]), "_weight_scale has shape.*groups"),
+    ("torchao_int8", _instead("_weight_scale", lambda x: x.view(-1, 1).repeat(1, 3)), "_weight_scale has.*groups"),
     ("torchao_int8_by_name", _instead("_weight_zero_point", lambda x: x[:-1]), "_weight_zero_point has shape"),
     ("torchao_int4", _instead("_weight_scale", lambda x: x[:, :-1]), "_weight_scale has shape"),
     ("torchao_int4", _instead("_weight_scale", lambda x: x[:3]), "_weight_scale has shape.*groups"),
@@ -173,6 +175,16 @@ def test_tensors_that_do_not_fit_are_refused_before_they_are_read(
     with pytest.raises(WeightsError, match=says) as refusal:
         QuantizedSource(SafetensorsSource(tmp_path), stored)
     assert "model.safetensors: tensor layer." in str(refusal.value)
+
+
+@pytest.mark.parametrize(("form", "name"), [("gptq", "qweight"), ("packed", "weight_packed"), ("awq", "qweight")])
+def test_a_matrix_of_no_module_is_refused_as_any_other(form: str, name: str, tmp_path: Path) -> None:
+    quantized_llama(FORMS[form], tmp_path)
+    write(tmp_path, {name: torch.zeros(4, 4, dtype=torch.int32)})
+    stored = stored_format({"quantization_config": FORMS[form].config})
+    assert stored is not None
+    with pytest.raises(WeightsError, match=r"model\.safetensors: tensor \.\w+ is missing"):
+        QuantizedSource(SafetensorsSource(tmp_path), stored)
 
 
 _VALUES = [
