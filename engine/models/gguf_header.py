@@ -15,6 +15,7 @@ import msgspec
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.errors import WeightsError
+from engine.models.json_file import shown
 
 _LONGEST_KEPT_ARRAY = 1024
 _MAX_DIMS = 4
@@ -164,9 +165,10 @@ class _Parser:
         metadata: dict[str, MetadataValue] = {}
         for _ in range(num_values):
             key = self.string("a metadata key")
+            said = f"metadata {shown(key)}"
             if key in metadata:
-                raise self.fail(f"metadata {key[:80]} stands there twice")
-            metadata[key] = self.value(self.count("<I", key), key)
+                raise self.fail(f"{said} stands there twice")
+            metadata[key] = self.value(self.count("<I", said), said)
         infos = [self.tensor_info() for _ in range(num_tensors)]
         header = GgufHeader(self.path, metadata, {})
         if (header.integer("split.count") or 1) > 1:
@@ -177,33 +179,35 @@ class _Parser:
         data_start = -(-self.at // alignment) * alignment
         for name, shape, encoding, offset in infos:
             if name in header.tensors:
-                raise self.fail(f"two tensors are named {name}")
+                raise self.fail(f"two tensors are named {shown(name)}")
             if offset % alignment:
-                raise self.fail(f"tensor {name} lies at {offset} of the data, no multiple of {alignment}")
+                raise self.fail(f"tensor {shown(name)} lies at {offset} of the data, no multiple of {alignment}")
             header.tensors[name] = self.extent(name, shape, encoding, data_start + offset)
         return header
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string("a tensor name")
-        num_dims = self.count("<I", name)
+        said = f"tensor {shown(name)}"
+        num_dims = self.count("<I", said)
         if not 1 <= num_dims <= _MAX_DIMS:
-            raise self.fail(f"tensor {name} has {num_dims} dimensions")
-        innermost_first = [self.count("<Q", name) for _ in range(num_dims)]
-        return name, tuple(reversed(innermost_first)), self.count("<I", name), self.count("<Q", name)
+            raise self.fail(f"{said} has {num_dims} dimensions")
+        innermost_first = [self.count("<Q", said) for _ in range(num_dims)]
+        return name, tuple(reversed(innermost_first)), self.count("<I", said), self.count("<Q", said)
 
     def extent(self, name: str, shape: tuple[int, ...], encoding_id: int, offset: int) -> TensorExtent:
+        said = f"tensor {shown(name)}"
         try:
             encoding = GGMLQuantizationType(encoding_id)
             block_elements, block_bytes = GGML_QUANT_SIZES[encoding]
         except (ValueError, KeyError) as error:
-            raise self.fail(f"tensor {name} has the unknown encoding {encoding_id}") from error
+            raise self.fail(f"{said} has the unknown encoding {encoding_id}") from error
         elements = 1
         for size in shape:
             elements *= size
         if elements == 0 or shape[-1] % block_elements:
-            raise self.fail(f"tensor {name} has shape {shape}, {encoding.name} needs rows of {block_elements} n")
+            raise self.fail(f"{said} has shape {shape}, {encoding.name} needs rows of {block_elements} n")
         size_bytes = elements // block_elements * block_bytes
         end = offset + size_bytes
         if end > self.size:
-            raise self.fail(f"tensor {name} lies at bytes {offset}..{end}, the file ends at {self.size}")
+            raise self.fail(f"{said} lies at bytes {offset}..{end}, the file ends at {self.size}")
         return TensorExtent(name, encoding, shape, offset, size_bytes)

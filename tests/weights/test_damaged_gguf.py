@@ -174,8 +174,23 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     content, one, other = path.read_bytes(), b"tokenizer.ggml.tokens", b"tokenizer.ggml.scores"
     path.write_bytes(content.replace(other, one))
-    with pytest.raises(WeightsError, match=r"m\.gguf: .*tokenizer\.ggml\.tokens stands there twice"):
+    with pytest.raises(WeightsError, match=r"m\.gguf: .*tokenizer\.ggml\.tokens' stands there twice"):
         describe(str(path))
+
+
+def test_names_of_a_file_stay_short_and_on_a_line_in_messages(tmp_path: Path) -> None:
+    for name in (b"k" * (1 << 20), b"a\n\x1b[31mred"):
+        key = struct.pack("<Q", len(name)) + name
+        for content in (
+            struct.pack("<QQ", 0, 1) + key + struct.pack("<I", 77),
+            struct.pack("<QQ", 1, 0) + key + struct.pack("<I", 9),
+            struct.pack("<QQ", 1, 0) + key + struct.pack("<IQIQ", 1, 1 << 40, 0, 0),
+        ):
+            path = tmp_path / "m.gguf"
+            path.write_bytes(b"GGUF" + struct.pack("<I", 3) + content)
+            with pytest.raises(WeightsError) as refusal:
+                describe(str(path))
+            assert len(str(refusal.value)) < 500 and str(refusal.value).isprintable()
 
 
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
