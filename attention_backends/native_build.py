@@ -148,6 +148,9 @@ def build_for_this_cpu(sources: NativeSources, cache_dir: Path, compiler: str | 
 def prebuild(sources: NativeSources) -> KernelLibrary:
     """Build the library, for every CPU, to be part of the package; takes the place of one of older sources. Raises
     BuildError."""
+    folder = PREBUILT / sources.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)  # for every user of this installation, whoever built it
     library = build(sources, PREBUILT)
     for other in library.path.parent.glob("*"):
         if other != library.path:

@@ -82,7 +82,10 @@ def build_once(target: Path, make: Callable[[Path], Path]) -> None:
         if target.exists():
             return
         with tempfile.TemporaryDirectory(prefix=f"{target.stem}.", dir=target.parent) as scratch:
-            make(Path(scratch)).replace(target)
+            made = make(Path(scratch))
+            with made.open("rb") as whole:
+                os.fsync(whole.fileno())  # a name without its content would outlive a loss of power
+            made.replace(target)
 
 
 @contextmanager

@@ -78,20 +78,30 @@ def choose_reading(ops: LinearOps, weight_bytes: int, cache_dir: Path) -> Readin
     cpu, threads = _cpu(ops), torch.get_num_threads()
     name = hashlib.sha256(f"{cpu}, {threads}".encode()).hexdigest()[:32]
     path = trusted_directory(trusted_directory(cache_dir.absolute()) / "linears") / f"reading-{name}.json"
-    with locked(path):
-        found = _read(path)
-        if found is None and weight_bytes >= LEAST_BYTES:
-            through, past, own = measured(ops)
-            found = _File(cpu=cpu, threads=threads, gb_per_s=through, past_gb_per_s=past)
-            if own >= _OWN:
-                write_atomically(path, msgspec.json.format(msgspec.json.encode(found)).decode())
-            again = "" if own >= _OWN else "; others computed meanwhile, so the next start times again"
-            logger.info("weights for one row, GB/s by streams: %s; past the caches: %s%s", through, past, again)
+    found = _read(path)
+    if found is None and weight_bytes >= LEAST_BYTES:
+        try:
+            with locked(path):  # others wait for the first one
+                found = _read(path) or _timed(ops, cpu, threads, path)
+        except OSError as error:
+            logger.info("how weights are read best cannot be kept: %s", error)
+            found = _timed(ops, cpu, threads, None)
     best = DEFAULT if found is None else found.best()
     if best.past and weight_bytes < 2 * _last_level_bytes():
         best = Reading(best.streams, False)  # they stay there from step to step
     ops.choose_reading(*best)
     return best
+
+
+def _timed(ops: LinearOps, cpu: str, threads: int, path: Path | None) -> _File:
+    """Kept at `path`, if nobody else computed meanwhile. Raises OSError where that cannot be written."""
+    through, past, own = measured(ops)
+    found = _File(cpu=cpu, threads=threads, gb_per_s=through, past_gb_per_s=past)
+    again = "" if own >= _OWN else "; others computed meanwhile, so the next start times again"
+    logger.info("weights for one row, GB/s by streams: %s; past the caches: %s%s", through, past, again)
+    if own >= _OWN and path is not None:
+        write_atomically(path, msgspec.json.format(msgspec.json.encode(found)).decode())
+    return found
 
 
 def measured(ops: LinearOps) -> tuple[dict[int, float], dict[int, float], float]:

@@ -101,6 +101,26 @@ def test_what_was_timed_beside_others_is_used_and_not_kept(
     assert len(calls) == 2
 
 
+def test_a_cache_that_cannot_be_written_costs_a_timing_and_nothing_else(
+    ops: LinearOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[LinearOps] = []
+    monkeypatch.setattr(reading, "measured", timed_as(float, lambda n: 0.0, calls))
+
+    def locked(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reading, "locked", locked)
+        assert choose_reading(ops, reading.LEAST_BYTES - 1, tmp_path) == DEFAULT
+        assert choose_reading(ops, LARGE, tmp_path) == Reading(8, False)
+        assert len(calls) == 1 and not list((tmp_path / "linears").iterdir())
+    choose_reading(ops, LARGE, tmp_path)
+    monkeypatch.setattr(reading, "locked", locked)
+    assert choose_reading(ops, LARGE, tmp_path) == Reading(8, False)
+    assert len(calls) == 2, "what is known is read without writing"
+
+
 def test_small_models_measure_nothing_and_use_what_is_known(
     ops: LinearOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
