@@ -17,6 +17,7 @@ from engine.adapters.request import LoRARequest
 from engine.errors import InvalidRequestError
 from engine.kv_transfer.params import FIELD, KVTransferParams, parse_kv_transfer_params
 from engine.limits import RANGES
+from engine.parameter_types import SAMPLING
 from engine.vllm.sampling import translated
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -207,6 +208,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
         return copy.deepcopy(self)
 
     def __post_init__(self) -> None:
+        for name, taken in SAMPLING.items():
+            value, default = getattr(self, name), _DEFAULTS[name]
+            if value is not default and (value is not None or name not in _MAY_BE_NONE):
+                setattr(self, name, taken(name, value))
         for name, allowed in RANGES.items():
             value = getattr(self, name, None)
             if value is not None and name != "logit_bias":
@@ -233,7 +238,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             raise InvalidRequestError(
                 f"truncate_prompt_tokens must be at least 1, or -1, got {kept}", "truncate_prompt_tokens"
             )
-        if set(self.extra_args or {}) - {FIELD}:
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidRequestError("structured_outputs must be StructuredOutputsParams", "structured_outputs")
+        if not isinstance(self.extra_args, Mapping | None) or set(self.extra_args or {}) - {FIELD}:
             raise InvalidRequestError(f"extra_args may have {FIELD}: no plugin would read others", "extra_args")
         if self.kv_transfer is not None and self.use_beam_search:
             raise InvalidRequestError(f"{FIELD} cannot be combined with use_beam_search", FIELD)
@@ -295,6 +302,7 @@ _NOT_WITH_BEAMS = (
     "prompt_logprobs",
 )
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+_MAY_BE_NONE = {"max_tokens", *(name for name, value in _DEFAULTS.items() if value is None)}
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -1,0 +1,100 @@
+"""What kinds of values the parameters of a request take. NumPy has numbers, too; what is of another kind is refused
+by the parameter's name, because past here everybody counts on it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import InvalidRequestError
+
+
+def integer(name: str, value: Any) -> int:
+    """Raises `InvalidRequestError`, as the others do."""
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _not(name, "an integer", value) from None
+
+
+def number(name: str, value: Any) -> float:
+    if type(value) is float or type(value) is int:
+        return value
+    if not hasattr(value, "__float__"):
+        raise _not(name, "a number", value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _not(name, "a number", value) from None
+
+
+def flag(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    is_one = isinstance(value, int) or (type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"))
+    if not is_one or value not in (0, 1):
+        raise _not(name, "true or false", value)
+    return bool(value)
+
+
+def early_stopping(name: str, value: Any) -> bool | str:
+    return value if value == "never" else flag(name, value)
+
+
+def integers(name: str, value: Any) -> list[int]:
+    if not isinstance(value, Sequence | set | frozenset) and not hasattr(value, "tolist"):
+        raise _not(name, "a list of token ids", value)
+    return [integer(f"{name}[{index}]", each) for index, each in enumerate(_all_of(name, "token ids", value))]
+
+
+def texts(name: str, value: Any) -> list[str]:
+    given = _all_of(name, "strings", value) if isinstance(value, Sequence) else None
+    if given is None or not all(isinstance(each, str) for each in given):
+        raise _not(name, "a list of strings", value)
+    return given
+
+
+def text_or_texts(name: str, value: Any) -> str | list[str]:
+    return value if isinstance(value, str) else texts(name, value)
+
+
+def biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _not(name, "token ids with their biases", value)
+    return {_token(name, token): number(name, bias) for token, bias in value.items()}
+
+
+def _token(name: str, token: Any) -> int:
+    """As JSON has them, too."""
+    return int(token) if isinstance(token, str) and token.isdecimal() else integer(f"{name}: a token id", token)
+
+
+def _all_of(name: str, what: str, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes):
+        raise _not(name, f"a list of {what}", value)
+    return list(value)
+
+
+def _not(name: str, kind: str, value: object) -> InvalidRequestError:
+    said = repr(value)[:80] if isinstance(value, int | float | str) else type(value).__name__
+    return InvalidRequestError(f"{name} must be {kind}, got {said}", name.partition("[")[0].partition(":")[0])
+
+
+Taken = Callable[[str, Any], Any]
+SAMPLING: dict[str, Taken] = {
+    **dict.fromkeys(("n", "best_of", "top_k", "seed", "max_tokens", "min_tokens"), integer),
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "truncate_prompt_tokens"), integer),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "length_penalty"), number),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), number),
+    **dict.fromkeys(("use_beam_search", "ignore_eos", "include_stop_str_in_output"), flag),
+    **dict.fromkeys(("detokenize", "skip_special_tokens"), flag),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), integers),
+    "early_stopping": early_stopping,
+    "stop": text_or_texts,
+    "bad_words": texts,
+    "logit_bias": biases,
+}
+"""of `SamplingParams`"""
