@@ -30,13 +30,24 @@ if TYPE_CHECKING:
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 
 
-def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str) -> int:
-    """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales)."""
+_LANES = 16
+"""numbers that kernels of CPUs load at once: where a head has halves of that, it is kept in whole ones"""
+
+
+def kv_bytes_per_token(layers: Iterable[HeadsSpec], dtype: str, device: str | None = None) -> int:
+    """Bytes of keys and values that one token keeps over these layers (int8: with its float32 scales), as the backends
+    of a `device` lay them out; None: the numbers alone."""
     scale_bytes = 4 if dtype == "int8" else 0
     keep = [layer for layer in layers if layer.shares is None]
     return sum(
-        layer.kept_arrays * layer.num_kv_heads * (layer.head_dim * DTYPE_BYTES[dtype] + scale_bytes) for layer in keep
+        layer.kept_arrays * layer.num_kv_heads * (_kept(layer.head_dim, device) * DTYPE_BYTES[dtype] + scale_bytes)
+        for layer in keep
     )
+
+
+def _kept(head_dim: int, device: str | None) -> int:
+    padded = device == "cpu" and head_dim % (_LANES // 2) == 0  # others than that are the reference backend's
+    return -(-head_dim // _LANES) * _LANES if padded else head_dim
 
 
 class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +66,8 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
     """layers of each stage, which share the memory, too; (): one has all"""
     model_dtype: str = "bfloat16"
     """of activations, and so of states"""
+    device: str | None = None
+    """whose backends lay blocks out; None: as small as can be"""
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -91,7 +104,7 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
             states = [divided_mixer(each, shard).state_bytes(DTYPE_BYTES[self.model_dtype]) for each in model.states]
             for own, keep in stages:
                 kept = [[layers[i] for i in group.layers if own.first <= i < own.end] for group in groups]
-                token = max(kv_bytes_per_token(each, self.dtype) for each in kept) + self.draft_bytes
+                token = max(kv_bytes_per_token(each, self.dtype, self.device) for each in kept) + self.draft_bytes
                 yield token * self.block_size, state_starts(states[keep.first : keep.end])[-1]
 
     def blocks_of(self, tokens: int) -> int:
@@ -114,16 +127,18 @@ class SequenceSizes(msgspec.Struct, frozen=True, kw_only=True):
 
 def sequence_sizes(config: EngineConfig, model: ModelDescription, draft: ModelFacts | None = None) -> SequenceSizes:
     """As configured. `draft`: of a draft's layers."""
+    kind, dtype = config.device.kind, config.cache.dtype
     return SequenceSizes(
         model=model.facts,
-        dtype=config.cache.dtype,
+        dtype=dtype,
         block_size=config.cache.block_size,
         step_tokens=config.scheduler.max_num_batched_tokens,
         longest=config.model.max_model_len,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, config.cache.dtype),
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, dtype, kind),
         ranks=config.parallel.kv_copies,
         stages=stage_layers(model.spec, config.parallel.pipeline),
         model_dtype=config.model.dtype,
+        device=kind,
     )
 
 

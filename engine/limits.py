@@ -20,6 +20,8 @@ from engine.sizes import parse_size
 
 MAX_WAITING = 4096
 """sequences that may wait in the core; its flag is --max-waiting"""
+MOST = {"max_num_seqs": 2**16, "max_num_batched_tokens": 2**22, "max_waiting": 2**24, "threads": 4096}
+"""of settings for which arrays are made when an engine starts, whatever it serves"""
 MAX_RANKS = 64
 """that compute one model together"""
 MAX_REPLICAS = 64

@@ -42,6 +42,7 @@ from engine.reports import LoadReport
 from engine.resolve import keeps_stored, resolve, resolve_here
 from engine.setting_checks import check_files, check_settings
 from engine.speculation import speculation_of
+from engine.weights.safetensors_headers import CheckpointHeaders
 from engine.weights.sizes import Place, gguf_weight_bytes, mtp_weight_bytes, stored_weight_bytes, weight_bytes
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
             plan.weight_bytes = fit.weights(local.dtype, local.quantization)
             plan.problems.append(f"{error} (its weights alone: {human(plan.weight_bytes)})")
             plan.advice += fit.advice()
+        if files.weights and not missing and args.load_format == "auto":
+            plan.problems += _damage(files.path)
         if not files.weights and args.load_format == "auto":
             plan.problems.append(f"{files.path} holds no weights that are read (*.safetensors, or one .gguf file)")
     if missing:
@@ -110,11 +113,23 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
     return plan
 
 
+def _damage(path: str) -> list[str]:
+    """Files that are cut short, or stand for others that were never fetched."""
+    if not os.path.isdir(path):
+        return []  # a GGUF file, whose header has been read
+    try:
+        with CheckpointHeaders(path):
+            return []
+    except WeightsError as error:
+        return [str(error)]
+
+
 def _enter(plan: ModelPlan, config: EngineConfig, ledger: MemoryLedger, sizes: SequenceSizes) -> None:
     plan.dtype, plan.quantization, plan.kv_cache_dtype = config.model.dtype, config.model.quantization, sizes.dtype
     plan.weight_bytes, plan.kv_cache_bytes = ledger.weight_bytes, ledger.kv_bytes
     plan.kv_bytes_per_token = (
-        kv_bytes_per_token(sizes.model.layers if sizes.model.keeps_kv else (), sizes.dtype) + sizes.draft_bytes
+        kv_bytes_per_token(sizes.model.layers if sizes.model.keeps_kv else (), sizes.dtype, sizes.device)
+        + sizes.draft_bytes
     )
     plan.num_blocks, plan.block_size, plan.max_model_len = ledger.num_blocks, ledger.block_size, ledger.max_model_len
     plan.sequences = round(ledger.num_blocks / ledger.sequence_blocks, 1)

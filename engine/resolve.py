@@ -88,8 +88,7 @@ def resolve(
 ) -> EngineConfig:
     """Turn settings into configuration. Raises `ConfigError` naming the settings that cannot hold together, and
     `UnsupportedModelError`. `draft`: of a draft's layers, which keep keys and values, too."""
-    kind = check_settings(args, machine)
-    parallel = parallel_of(args, model, machine)
+    kind, parallel = check_settings(args, machine), parallel_of(args, model, machine)
     dtype = _dtype(args, model.default_dtype, kind, machine)
     facts, vocab_size = model.facts, model.vocab_size
     _check_logprobs(args.max_logprobs, vocab_size)
@@ -102,10 +101,11 @@ def resolve(
         block_size=block_size,
         step_tokens=step_tokens,
         longest=args.max_model_len or model.max_position,
-        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype),
+        draft_bytes=0 if draft is None else kv_bytes_per_token(draft.layers, kv_dtype, kind),
         ranks=parallel.kv_copies,
         stages=stage_layers(model.spec, parallel.pipeline),
         model_dtype=dtype,
+        device=kind,
     )
     max_model_len = _max_model_len(args, model.max_position, sizes)
     step_tokens = step_tokens if facts.keeps_kv else _encoder_step(args, step_tokens, max_model_len)

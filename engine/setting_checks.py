@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from engine.given_settings import read_setting
 from engine.kv_settings import KVEventsConfig, KVTransferConfig
 from engine.kv_transfer.sources import Sources, check_address
-from engine.limits import MAX_RANKS, MAX_REPLICAS
+from engine.limits import MAX_RANKS, MAX_REPLICAS, MOST
 from engine.machine import Machine
 from engine.models.generation import overridden
 from engine.sizes import setting_bytes
@@ -333,6 +333,8 @@ def _check_ranges(args: EngineArgs) -> None:
         value = kv_cache_memory_of(args) if name == "kv_cache_memory" else getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+        if value is not None and value > MOST.get(name, value):
+            raise ConfigError(f"{name} must be at most {MOST[name]}, got {value}")
     if not 0 <= args.core_restarts <= 100:
         raise ConfigError(f"core_restarts must be in [0, 100], got {args.core_restarts}")
     if not 0.0 < args.memory_fraction <= 1.0:

@@ -31,6 +31,9 @@ class CheckpointHeaders:
                 for name in handle.keys():  # noqa: SIM118 - not a dict
                     part = handle.get_slice(name)
                     self.headers[name] = Header(tuple(part.get_shape()), part.get_dtype(), file)
+            except FileNotFoundError as error:
+                self._stack.close()
+                raise WeightsError(f"{file}: is missing; download it") from error
             except (SafetensorError, OSError, ValueError) as error:
                 self._stack.close()
                 raise WeightsError(f"{file}: damaged or cut short ({error}); download the file again") from error

@@ -185,6 +185,8 @@ def test_replicas_share_a_cpus_cores_and_memory_and_each_have_a_gpu(model: Model
     cases: tuple[tuple[dict[str, object], tuple[CudaDevice, ...], str], ...] = (
         ({"data_parallel_size": 65}, (), "data_parallel_size must be at most 64, got 65"),
         ({"data_parallel_size": 0}, (), "data_parallel_size must be at least 1, got 0"),
+        ({"max_num_seqs": 10**9}, (), "max_num_seqs must be at most 65536, got 1000000000"),
+        ({"max_num_batched_tokens": 10**9}, (), "max_num_batched_tokens must be at most 4194304, got 1000000000"),
         ({"data_parallel_size": 2, "cores": (0, 1)}, (), "cores binds the threads of one replica"),
         ({"data_parallel_size": 2, "device": "cuda"}, (H100,), "needs a GPU, which makes 2, and there are 1"),
     )

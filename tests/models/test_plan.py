@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ LARGE = {
 def large(tmp_path: Path) -> Path:
     """Of eight billion weights the description alone, and a file of their size without content."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
+    size = 16 << 30
+    header = json.dumps({"weights": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(16 << 30)
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
     return tmp_path
 
 
@@ -245,6 +249,37 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     plan = plan_of(EngineArgs(model=str(tmp_path), device="cpu", max_model_len=64), **small(64))
     assert not plan.fits and "holds no weights" in plan.problems[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "pointer", "shard"])
+def test_files_that_are_not_whole_do_not_fit(damage: str, large: Path) -> None:
+    file = large / "model.safetensors"
+    if damage == "cut":
+        os.truncate(file, 8 << 30)
+    elif damage == "shard":
+        file.rename(large / "model-00001-of-00002.safetensors")
+        shards = {"weights": "model-00001-of-00002.safetensors", "lost": "model-00002-of-00002.safetensors"}
+        (large / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    else:
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid" if damage == "pointer" else b"")
+    plan = plan_of(EngineArgs(model=str(large), device="cpu", max_model_len=64), **small(64))
+    says = "00002-of-00002.safetensors: is missing" if damage == "shard" else "model.safetensors: damaged or cut short"
+    assert not plan.fits and says in plan.problems[0]
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 32, 40])
+def test_heads_of_half_vectors_are_kept_in_whole_ones(head_dim: int, tmp_path: Path) -> None:
+    """What `kv_cache_memory` cuts the context to is what the engine then has room for."""
+    save("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"head_dim": head_dim, "max_position_embeddings": 65536}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings: dict[str, Any] = {"model": str(tmp_path), "device": "cpu", "kv_cache_memory": 1 << 20, "compile": "none"}
+    plan = plan_of(EngineArgs(**settings, load_format="dummy"))
+    with LLM(**settings, load_format="dummy") as llm:
+        ready = llm.ready
+        assert (ready.num_blocks, llm.config.model.max_model_len) == (plan.num_blocks, plan.max_model_len)
+    assert plan.kv_bytes_per_token is not None and plan.kv_bytes_per_token % (16 * 2) == 0
 
 
 def test_the_command(tmp_path: Path, large: Path, capsys: pytest.CaptureFixture[str]) -> None:
