@@ -54,11 +54,15 @@ class PooledCalls(ABC):
     ) -> list[PoolingRequestOutput]:
         """Each prompt as a vector, or with `pooling_task="token_embed"` each of its tokens; in the order of the
         prompts. Raises `InvalidRequestError`, or `RequestFailedError` where one fails."""
-        session, arrival = self._alive(), time.monotonic()
         if pooling_task is not None:
             pooling_params = replace(pooling_params or PoolingParams(), task=pooling_task)
-        pooling = session.resolve_pooling(pooling_params)
-        parsed, call = parse_prompts(prompts), self._number_call()
+        return self._encode(parse_prompts(prompts), pooling_params, use_tqdm)
+
+    def _encode(
+        self, parsed: Sequence[ParsedPrompt], pooling_params: PoolingParams | None, use_tqdm: bool
+    ) -> list[PoolingRequestOutput]:
+        session, arrival = self._alive(), time.monotonic()
+        pooling, call = session.resolve_pooling(pooling_params), self._number_call()
         admitted = []
         params = [pooling_params or PoolingParams()] * len(parsed)
         for i, (prompt, ids) in enumerate(zip(parsed, self._token_ids(parsed, params), strict=True)):
@@ -85,9 +89,15 @@ class PooledCalls(ABC):
         *,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Each prompt as a list of floats; raises as `encode`."""
-        outputs = self.encode(prompts, pooling_params, use_tqdm=use_tqdm, pooling_task="embed")
-        return [embedding_output(each) for each in outputs]
+        """Each prompt as a list of floats; before texts goes what the model's files put before them by default.
+        Raises as `encode`."""
+        before = self._alive().model.pooling.before
+        parsed = [
+            each if each.text is None or each.token_ids is not None else replace(each, text=before + each.text)
+            for each in parse_prompts(prompts)
+        ]
+        params = replace(pooling_params or PoolingParams(), task="embed")
+        return [embedding_output(each) for each in self._encode(parsed, params, use_tqdm)]
 
     def score(
         self,

@@ -27,7 +27,8 @@ import msgspec
 from compilation.directory import trusted_directory
 from compilation.errors import CompileError
 from engine.errors import ConfigError
-from engine.models.bounds import TOKENIZER_BYTES
+from engine.models.bounds import CONFIG_BYTES, TOKENIZER_BYTES
+from engine.models.json_file import read_json_object
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """of a kept description; raise it when its meaning changes"""
 _FOLDER = "tokenizers"
 _CONVERT_TIMEOUT_S = 300
@@ -95,7 +96,7 @@ def describe_tokenizer(path: str, cache_dir: Path | None) -> TokenizerDescriptio
         raise ConfigError(f"tokenizer {path!r} is neither a directory nor a GGUF file")
     key = _identity(path)
     if cache_dir is None:
-        return _description_of(load_with_transformers(path))
+        return _description_of(load_with_transformers(path), _lowers(path))
     folder = _trusted_folder(cache_dir)
     kept = None if folder is None else folder / f"{key[:32]}.jsonl"
     known = None if kept is None else _read(kept, key)
@@ -158,7 +159,7 @@ def _checked(path: str) -> TokenizerDescription:
     """What is kept was read back once."""
     import tokenizers
 
-    description = _description_of(load_with_transformers(path))
+    description = _description_of(load_with_transformers(path), _lowers(path))
     try:
         tokenizers.Tokenizer.from_str(description.backend)
     except (KeyboardInterrupt, SystemExit):
@@ -181,7 +182,14 @@ def _read_gguf_quickly() -> None:
     setattr(numpy, "memmap", as_array)  # noqa: B010 (no assignment to a class in mypy's eyes)
 
 
-def _description_of(hf: transformers.PreTrainedTokenizerBase) -> TokenizerDescription:
+def _lowers(path: str) -> bool:
+    """Whether sentence-transformers' files have it lower-case every text first. Raises `ConfigError`."""
+    folder = Path(path)
+    files = folder.glob("sentence_*_config.json") if (folder / "modules.json").is_file() else ()
+    return any(read_json_object(file, CONFIG_BYTES).get("do_lower_case") is True for file in files)
+
+
+def _description_of(hf: transformers.PreTrainedTokenizerBase, lowers: bool) -> TokenizerDescription:
     if not getattr(hf, "is_fast", False):
         raise ConfigError(
             f"the tokenizer {type(hf).__name__} has no `tokenizers` form; save it as tokenizer.json "
@@ -190,6 +198,11 @@ def _description_of(hf: transformers.PreTrainedTokenizerBase) -> TokenizerDescri
     backend = hf.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
+    if lowers:
+        from tokenizers import normalizers
+
+        after = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *after])
     return TokenizerDescription(
         backend=backend.to_str(),
         vocab_size=len(hf),

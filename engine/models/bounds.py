@@ -40,7 +40,7 @@ CONFIG_RANGES = {
     "num_labels": Range(1, 2**16),
     "target_hidden_size": _WIDTH,
     "hidden_size": _WIDTH,
-    "type_vocab_size": Range(1, 2**8),
+    "type_vocab_size": Range(0, 2**8),
     "hidden_size_per_layer_input": Range(0, 2**17),
     "n_embd": _WIDTH,
     "word_embed_proj_dim": _WIDTH,

@@ -42,12 +42,19 @@ class PoolingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     normalize: bool = True
     prompts: dict[str, str] = {}
     """texts that go before others, by their use: "query", "document" """
+    default_prompt: str | None = None
+    """the use that is meant where none is named"""
     declared: bool = False
     """it is an embedding model by its own account: nobody wants its next token"""
     max_length: int | None = None
     """tokens of the longest text that it was made for, where its files tell: positions may be more"""
     unsupported: str = ""
     """why this model's embeddings cannot be made here; empty: they can"""
+
+    @property
+    def before(self) -> str:
+        """What stands before a text of which nobody says what it is for."""
+        return "" if self.default_prompt is None else self.prompts[self.default_prompt]
 
 
 AS_ENCODERS = PoolingDefaults(pooling_type="cls")
@@ -70,13 +77,14 @@ def pooling_of(directory: Path) -> PoolingDefaults:
     folders = dict(kinds)
     given, found = _pooling(directory / folders["Pooling"] / "config.json") if "Pooling" in folders else ("last", "")
     if given is None:
-        known = ", ".join(_MODES.values())
-        return PoolingDefaults(declared=True, unsupported=f"its pooling, {found}, is not one of {known}")
+        return PoolingDefaults(declared=True, unsupported=found)
+    prompts, default_prompt = _prompts(directory)
     return PoolingDefaults(
         pooling_type=given,
         dense=tuple(_dense(directory / folder) for kind, folder in kinds if kind == "Dense"),
         normalize="Normalize" in folders,
-        prompts=_prompts(directory),
+        prompts=prompts,
+        default_prompt=default_prompt,
         max_length=_max_length(directory / folders["Transformer"]) if "Transformer" in folders else None,
         declared=True,
     )
@@ -102,15 +110,17 @@ def _dense(directory: Path) -> DenseSpec:
 
 
 def _pooling(file: Path) -> tuple[PoolingType | None, str]:
-    """None for what is not known here, or several at once; and what the file says."""
+    """None for what is not known here, or several at once; and what is to be said of it."""
     config = read_json_object(file, CONFIG_BYTES)
     if config.get("include_prompt") is False:
-        return None, "include_prompt false"
+        return None, "its pooling leaves out the tokens of the prompt (include_prompt false), which is not known here"
     asked = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-    if not asked:
+    if asked:
+        found, named = _TYPES.get(asked[0]) if len(asked) == 1 else None, " and ".join(asked)
+    else:
         mode = config.get("pooling_mode")
-        return _MODES.get(str(mode)), f"pooling_mode {shown(mode)}"
-    return _TYPES.get(asked[0]) if len(asked) == 1 else None, " and ".join(asked)
+        found, named = _MODES.get(str(mode)), f"pooling_mode {shown(mode)}"
+    return found, f"its pooling, {named}, is not one of {', '.join(_MODES.values())}"
 
 
 def _max_length(directory: Path) -> int | None:
@@ -122,9 +132,12 @@ def _max_length(directory: Path) -> int | None:
     return None
 
 
-def _prompts(directory: Path) -> dict[str, str]:
+def _prompts(directory: Path) -> tuple[dict[str, str], str | None]:
+    """And whose is meant where none is named."""
     file = directory / "config_sentence_transformers.json"
-    found = read_json_object(file, CONFIG_BYTES).get("prompts") if file.is_file() else None
+    config = read_json_object(file, CONFIG_BYTES) if file.is_file() else {}
+    found, default = config.get("prompts"), config.get("default_prompt_name")
     if not isinstance(found, dict):
-        return {}
-    return {name: text for name, text in found.items() if isinstance(text, str) and text}
+        return {}, None
+    prompts = {name: text for name, text in found.items() if isinstance(text, str) and text}
+    return prompts, default if isinstance(default, str) and default in prompts else None

@@ -195,6 +195,7 @@ class ChatHandler:
 
 async def create_chat_completion(context: ServerContext, body: ChatCompletionRequest, request: Request) -> Response:
     context.check_model(body.model, generates=True)
+    context.check_generates()
     handler = ChatHandler(context, body)
     with blamed_on(handler.structured_by):
         if body.stream:

@@ -25,6 +25,7 @@ from engine.frontend.admission import PairPrompt
 from engine.frontend.fill_in import FillIn, fill_in_of, no_fill_in
 from engine.pooling import PoolingParams, PoolingRequestOutput
 from engine.request import NOBODY, RequestOutput, Tenant
+from engine.session import generates_not
 from entrypoints.server.adapters import Adapters, LoRAModule
 from entrypoints.server.caller import CALLER, TIMEOUT_HEADER
 from entrypoints.server.errors import model_not_found
@@ -165,6 +166,11 @@ class ServerContext:
             raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
         if name is not None and name not in self.names and not (generates and self.adapters.get(name)):
             raise HTTPException(404, model_not_found(name, self.served_name))
+
+    def check_generates(self) -> None:
+        """Before it is said that a model has no chat template, which is the lesser reason."""
+        if because := generates_not(self.engine.model):
+            raise InvalidRequestError(because, "model")
 
     def name_of(self, name: str | None) -> str:
         """What an answer says of who has answered a request that asks for `name`."""

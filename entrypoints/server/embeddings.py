@@ -81,13 +81,15 @@ def _in_base64(vector: np.ndarray) -> str:
 
 
 def _before(context: ServerContext, body: EmbeddingsRequest) -> str:
-    if body.prompt_name is None or body.messages is not None:
+    if body.messages is not None:
         return ""
-    known = context.engine.model.pooling.prompts
-    if body.prompt_name not in known:
-        names = ", ".join(known) or "none"
+    pooling = context.engine.model.pooling
+    if body.prompt_name is None:
+        return pooling.before
+    if body.prompt_name not in pooling.prompts:
+        names = ", ".join(pooling.prompts) or "none"
         raise InvalidRequestError(f"prompt_name: this model's files name {names}", "prompt_name")
-    return known[body.prompt_name]
+    return pooling.prompts[body.prompt_name]
 
 
 def add_routes(app: FastAPI, context: ServerContext) -> None:

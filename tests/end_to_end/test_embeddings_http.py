@@ -88,6 +88,8 @@ def test_what_is_wrong_is_named(base: str, client: openai.OpenAI) -> None:
     assert len(post(base, "/v1/embeddings", {"input": "a" * 257, "truncate_prompt_tokens": -1})["data"]) == 1
     with pytest.raises(openai.BadRequestError, match="embedding model"):
         client.completions.create(model="embedder", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="embedding model"):
+        client.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "a"}])
 
 
 def test_the_text_at_fault_is_named_by_its_place_in_the_body(base: str) -> None:

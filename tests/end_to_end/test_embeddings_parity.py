@@ -119,6 +119,33 @@ def test_a_bare_model_of_an_embedder(tmp_path: Path) -> None:
         assert score.prompt_token_ids == ids("Find: cats") + ids("dogs")
 
 
+def test_a_text_has_before_it_what_the_models_files_say_by_default(tmp_path: Path) -> None:
+    model = save_bare_embedder(tmp_path)
+    sentence_transformer(tmp_path, "pooling_mode_mean_tokens", normalize=False)
+    (tmp_path / "config_sentence_transformers.json").write_text(
+        '{"prompts": {"query": "Find: ", "other": "x"}, "default_prompt_name": "query"}'
+    )
+    with LLM(str(tmp_path), kv_cache_memory=64 << 20, **SETTINGS) as llm:
+        ids = llm._alive().tokenizer.encode("Find: cats")
+        given = [{"prompt": "cats"}, {"prompt_token_ids": ids}]
+        texts = [*llm.embed("cats", use_tqdm=False), *llm.embed(given, use_tqdm=False)]  # type: ignore[arg-type]
+        assert [each.prompt_token_ids for each in texts] == [ids, ids, ids]
+        [bare] = llm.encode("cats", use_tqdm=False)
+        assert bare.prompt_token_ids == llm._alive().tokenizer.encode("cats")
+    np.testing.assert_allclose(texts[0].outputs.embedding, states_of(model, ids).mean(axis=0), atol=2e-4, rtol=2e-3)
+
+
+def test_texts_are_lower_case_where_the_models_files_say_so(tmp_path: Path) -> None:
+    save_bare_embedder(tmp_path)
+    sentence_transformer(tmp_path, "pooling_mode_mean_tokens", normalize=False)
+    found = []
+    for lowers in (False, True):
+        (tmp_path / "sentence_bert_config.json").write_text(f'{{"do_lower_case": {str(lowers).lower()}}}')
+        with LLM(str(tmp_path), kv_cache_memory=64 << 20, **SETTINGS) as llm:
+            found.append([each.prompt_token_ids for each in llm.embed(["CaTs", "cats"], use_tqdm=False)])
+    assert found[0][0] != found[0][1] and found[1] == [found[0][1]] * 2
+
+
 def test_a_decoder_whose_config_says_that_it_looks_both_ways(tmp_path: Path) -> None:
     """As gte-Qwen2: without `is_causal` its vectors would be plausible and wrong."""
     model = save_tiny("Qwen2", tmp_path)

@@ -103,6 +103,11 @@ def test_what_files_say_of_pooling(tmp_path: Path) -> None:
     pooling(pooling_mode="lasttoken")
     (tmp_path / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: ", "document": ""}}')
     assert pooling_of(tmp_path) == PoolingDefaults(prompts={"query": "q: "}, declared=True)
+    for named, before in (("query", "q: "), ("document", ""), ("other", ""), (7, ""), (["query"], "")):
+        told = {"prompts": {"query": "q: ", "document": ""}, "default_prompt_name": named}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(told))
+        assert pooling_of(tmp_path).before == before
+    (tmp_path / "config_sentence_transformers.json").unlink()
     for name, length in (("bert", "256"), ("xlm-roberta", "512"), ("bert", "null"), ("bert", "true")):
         file = tmp_path / f"sentence_{name}_config.json"
         file.write_text(f'{{"max_seq_length": {length}, "do_lower_case": false}}')
@@ -116,7 +121,7 @@ def test_what_files_say_of_pooling(tmp_path: Path) -> None:
     ):
         pooling(**config)
         told = pooling_of(tmp_path).unsupported
-        assert "not one of" in told and named in told
+        assert ("not one of" in told or "not known here" in told) and named in told
     for kind in ("cls", "max"):
         pooling(pooling_mode=kind)
         assert pooling_of(tmp_path).pooling_type == kind
