@@ -18,6 +18,7 @@ from entrypoints.options import (
     count,
     engine_args,
     json_object,
+    positive,
     refuse_without_effect,
 )
 from entrypoints.start import INTERRUPTED, interrupts_raise
@@ -34,6 +35,26 @@ _RANDOM_ONLY = {
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value
+
+
+def _rate(text: str) -> float:
+    return float("inf") if text.lower() == "inf" else positive(text)
+
+
+def _base_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} does not begin with http:// or https://")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def _structured(text: str) -> StructuredOutputsParams:
@@ -57,7 +78,7 @@ def _shape_options(parser: argparse.ArgumentParser, *, input_len: int, output_le
 def _many_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", type=_names, metavar="W1,W2", help="named workloads instead of a random one")
     parser.add_argument("--num-prompts", type=count, default=64)
-    parser.add_argument("--range-ratio", type=float, default=0.0, help="lengths vary by this share around their mean")
+    parser.add_argument("--range-ratio", type=_share, default=0.0, help="lengths vary by this share around their mean")
     parser.add_argument("--reps", type=count, default=1, help="repeats; the median is printed")
 
 
@@ -92,14 +113,14 @@ def build_parser() -> argparse.ArgumentParser:
     cluster.add_commands(commands)
 
     serve = commands.add_parser("serve", help="HTTP load on any OpenAI-compatible server")
-    serve.add_argument("--base-url", default="http://127.0.0.1:8000")
+    serve.add_argument("--base-url", type=_base_url, default="http://127.0.0.1:8000")
     serve.add_argument("--model", help="default: the first that the server lists")
     serve.add_argument("--api-key")
-    serve.add_argument("--request-rate", type=float, default=float("inf"), help="Poisson arrivals per second")
-    serve.add_argument("--max-concurrency", type=int)
+    serve.add_argument("--request-rate", type=_rate, default=float("inf"), help="Poisson arrivals a second; or inf")
+    serve.add_argument("--max-concurrency", type=count)
     serve.add_argument("--vocab-size", type=int, default=10000, help="random ids are drawn below this")
     serve.add_argument("--seed", type=int, default=0)
-    serve.add_argument("--timeout", type=float, default=900.0)
+    serve.add_argument("--timeout", type=positive, default=900.0)
     serve.add_argument("--extra-body", type=json_object, default={}, metavar="JSON", help="merged into every request")
     _shape_options(serve, input_len=128, output_len=64)
     _many_options(serve)

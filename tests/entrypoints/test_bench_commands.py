@@ -201,6 +201,12 @@ def test_throughput_refuses_a_workload_of_arrivals_before_it_loads_anything(
         (["profile", "--sampling", "[1]"], "cannot read '[1]' as a JSON object"),
         (["profile", "--batch", "1,,2"], "'' is not a number from 1 on"),
         (["latency", "--batch-size", "1.5"], "'1.5' is not a number from 1 on"),
+        (["throughput", "--range-ratio", "-1"], "'-1' is not a number from 0 to 1"),
+        (["throughput", "--range-ratio", "nan"], "'nan' is not a number from 0 to 1"),
+        (["serve", "--request-rate", "0"], "'0' is not a positive number"),
+        (["serve", "--request-rate", "nan"], "'nan' is not a positive number"),
+        (["serve", "--max-concurrency", "0"], "'0' is not a number from 1 on"),
+        (["serve", "--base-url", "127.0.0.1:8000"], "does not begin with http:// or https://"),
     ],
 )
 def test_a_refusal_says_what_is_asked(command: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
