@@ -16,6 +16,7 @@ from engine.models.facts import ModelFacts
 from engine.models.layers import Linear
 from engine.models.linear_op import FIXED
 from engine.models.packed import PackedLinear
+from engine.models.packed_experts import PackedExperts
 from engine.weights.packing import Packer
 
 _WHOLE_ROWS = (Format.BFLOAT16, Format.INT8, Format.FLOAT8, Format.FLOAT8_BLOCK, Format.FLOAT32)
@@ -74,9 +75,17 @@ def check_invariant(model: nn.Module, packer: object) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (Linear, nn.Linear, Experts, AdaptedLinear)):
             raise ConfigError(f"batch_invariant: {name} is computed by the library, which cuts sums by the batch")
-        if by_tiles and isinstance(module, PackedLinear) and Format(module.format) not in _WHOLE_ROWS:
-            stored = Format(module.format).name.lower()
+        twofold = [Format(each) for each in _formats(module) if each not in _WHOLE_ROWS] if by_tiles else []
+        if twofold:
+            stored = twofold[0].name.lower()
             raise ConfigError(
                 f"batch_invariant: with AMX, weights as {stored} ({name}) are multiplied in two ways, by the number of "
                 "rows; use quantization='int8' or 'none'"
             )
+
+
+def _formats(module: nn.Module) -> tuple[int, ...]:
+    """In which a layer's matrices are packed."""
+    if isinstance(module, PackedLinear):
+        return (module.format,)
+    return (module.gate_up_format, module.down_format) if isinstance(module, PackedExperts) else ()
