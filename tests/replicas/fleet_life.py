@@ -76,6 +76,7 @@ class Life:
         return message
 
     def abort(self) -> None:
+        self.see_told()  # front ends drop what comes of a request that is gone
         running = [name for name in self.wanted if name not in self.ended and name not in self.aborted]
         if running:
             name = self.random.choice(running)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from core_fakes import request
 from fleet_life import READY, Life, added
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from replica_fakes import LittleCore, tokens_of
 
@@ -38,6 +38,7 @@ from engine.step import RowParams, TokenLogprobs
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from("rrrrnttttttaklc"), max_size=60), st.booleans(), st.booleans())
+@example(seed=0, events=list("rktktca"), is_small=False, followed=True)
 def test_every_sequence_gets_exactly_its_tokens(seed: int, events: list[str], is_small: bool, followed: bool) -> None:
     life = Life(seed, capacity=6 if is_small else 10**6, followed=followed)
     for index, event in enumerate(events):
