@@ -4,7 +4,7 @@ by the parameter's name, because past here everybody counts on it."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from engine.errors import InvalidRequestError
@@ -45,16 +45,17 @@ def early_stopping(name: str, value: Any) -> bool | str:
 
 
 def integers(name: str, value: Any) -> list[int]:
-    if not isinstance(value, Sequence | set | frozenset) and not hasattr(value, "tolist"):
+    given = value.tolist() if hasattr(value, "tolist") else value  # of NumPy and torch
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence | Set):
         raise _not(name, "a list of token ids", value)
-    return [integer(f"{name}[{index}]", each) for index, each in enumerate(_all_of(name, "token ids", value))]
+    return [integer(f"{name}[{index}]", each) for index, each in enumerate(given)]
 
 
 def texts(name: str, value: Any) -> list[str]:
-    given = _all_of(name, "strings", value) if isinstance(value, Sequence) else None
-    if given is None or not all(isinstance(each, str) for each in given):
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not is_list or not all(isinstance(each, str) for each in value):
         raise _not(name, "a list of strings", value)
-    return given
+    return list(value)
 
 
 def text_or_texts(name: str, value: Any) -> str | list[str]:
@@ -70,12 +71,6 @@ def biases(name: str, value: Any) -> dict[int, float]:
 def _token(name: str, token: Any) -> int:
     """As JSON has them, too."""
     return int(token) if isinstance(token, str) and token.isdecimal() else integer(f"{name}: a token id", token)
-
-
-def _all_of(name: str, what: str, value: Any) -> list[Any]:
-    if isinstance(value, str | bytes):
-        raise _not(name, f"a list of {what}", value)
-    return list(value)
 
 
 def _not(name: str, kind: str, value: object) -> InvalidRequestError:

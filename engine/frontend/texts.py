@@ -61,16 +61,11 @@ def check_params(params: object) -> SamplingParams:
         raise InvalidRequestError(
             f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
         )
-    for field, given in (("stop", params.stop), ("bad_words", params.bad_words)):
-        if given is None or (isinstance(given, str) and field == "stop"):
-            texts: object = () if given is None else (given,)
-        else:
-            texts = given
-        if not isinstance(texts, (list, tuple)):
-            raise InvalidRequestError(f"{field} must be a list of strings, got {type(texts).__name__}", field)
+    checked = replace(params)  # which checks kinds and ranges anew: they may have changed since it was made
+    for field, texts in (("stop", checked.stop_strings), ("bad_words", checked.bad_words or ())):
         for text in texts:
             check_text(text, field)
-    return replace(params)  # which checks ranges anew: they may have changed since it was made
+    return checked
 
 
 def too_many_counted(count: int, most: int, field: str, limits: Limits) -> InvalidRequestError:

@@ -76,7 +76,7 @@ class QuantizedSource:
         matrix = self._matrices.get(name)
         if matrix is None:
             return self._source.file_of(name)
-        starts = (f"{matrix.prefix}.", f"{matrix.prefix}_", *(("weight", "qweight") if not matrix.prefix else ()))
+        starts = (f"{matrix.prefix}.", f"{matrix.prefix}_")
         return self._source.file_of(next(each for each in self._source.shapes() if each.startswith(starts)))
 
     def read_into(self, name: str, destination: Tensor, expert: int | None = None) -> None:

@@ -32,6 +32,8 @@ from engine.errors import InvalidRequestError
         ("bad_words", [5], "a list of strings, got list"),
         ("stop_token_ids", 5, "a list of token ids, got 5"),
         ("stop_token_ids", "12", "a list of token ids, got '12'"),
+        ("stop_token_ids", np.array(5), "a list of token ids, got ndarray"),
+        ("stop_token_ids", np.array([1.5]), "must be an integer, got 1.5"),
         ("stop_token_ids", [1, 1.5], "must be an integer, got 1.5"),
         ("allowed_token_ids", [1.5], "must be an integer, got 1.5"),
         ("logit_bias", [(5, 1.0)], "token ids with their biases, got list"),
