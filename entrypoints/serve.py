@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from entrypoints.start import interrupts_raise
 
 MOST_LOGGED = 1 << 16
 """characters of a prompt that a line of the log may hold"""
+MOST_SECONDS = 1e6
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -288,9 +289,9 @@ def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        seconds = math.nan
+    if not 0 <= seconds < MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: 0 to {MOST_SECONDS:,.0f}")
     return seconds
 
 
@@ -333,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--json has no effect without --check")
     quiet_libraries()
     with logging_to_stderr(options.log_level.upper(), options.log_format):
-        return _run(options, given)
+        return _run(options)
 
 
 def quiet_libraries() -> None:
@@ -342,7 +343,7 @@ def quiet_libraries() -> None:
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
-def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
+def _run(options: argparse.Namespace) -> int:
     import asyncio
 
     from engine.errors import EngineError
@@ -353,7 +354,7 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
     try:
         if options.check:
             return check(options)
-        return run_loop(_serve(options, given))
+        return run_loop(_serve(options))
     except EngineError as error:
         if options.log_format == "json":
             logging.getLogger("pageloom.server").critical("%s", told(error, options))
@@ -366,14 +367,13 @@ def _run(options: argparse.Namespace, given: Sequence[str]) -> int:
         return 130
 
 
-async def _serve(options: argparse.Namespace, given: Sequence[str]) -> int:
-    """`given`: of the command line; the environment and files say the rest."""
+async def _serve(options: argparse.Namespace) -> int:
     from engine import AsyncEngine
     from entrypoints.server.front_ends import serve_front_ends
     from entrypoints.server.run import listening, serve_engine
 
     if options.api_server_count > 1:
-        return await serve_front_ends(options, given)
+        return await serve_front_ends(options)
     with listening(options.host, options.port, options.uds) as listener:  # first: a taken port is told at once
         if options.role == "router":
             return await serve_router(options, listener)

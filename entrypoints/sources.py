@@ -32,8 +32,19 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class Given(NamedTuple):
+    """All that options were made of: another process makes the same of it, whatever has become of the sources."""
+
+    command_line: list[str]
+    elsewhere: list[str]
+    """as arguments, which the command line comes before"""
+    model: str | None
+    """where the command line names none"""
+
+
 def parse_all(parser: argparse.ArgumentParser, given: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """The parser's namespace; `given`: the command line. What is wrong ends the program as the parser does."""
+    """The parser's namespace; `given`: the command line. What is wrong ends the program as the parser does. The
+    namespace's `sources` is where each option stands that is not on the command line, `given` all of them."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     file = finder.parse_known_args(given)[0].config
@@ -41,14 +52,22 @@ def parse_all(parser: argparse.ArgumentParser, given: Sequence[str], environment
     model = [each.pop("model") for each in (variables, values) if each.get("model") is not None]
     settings = [_setting(parser, f"{file}: {name}", name, value) for name, value in values.items()]
     settings += [_setting(parser, _variable(name), name, value) for name, value in variables.items()]
-    elsewhere = _parsed(parser, settings)
-    before = dict(vars(elsewhere))
-    # Two parses: what the command line begins with is no further value of what stands before it.
-    options = parser.parse_args(given, elsewhere)
-    kept = [each for each in settings if getattr(options, each.action.dest) == before[each.action.dest]]
+    _check(parser, settings)
+    arguments = [text for each in settings for text in each.arguments]
+    options = parse_again(parser, Given(list(given), arguments, str(model[0]) if model else None))
+    written = {text.split("=")[0] for text in given}
+    kept = [each for each in settings if not written.intersection(each.action.option_strings)]
     options.sources = {name: each.place for each in kept for name in _names(each.action)}
-    if model and options.model is None:
-        options.model = str(model[0])
+    return options
+
+
+def parse_again(parser: argparse.ArgumentParser, given: Given) -> Any:
+    """The namespace, without its `sources`."""
+    # Two parses: what the command line begins with is no further value of what stands before it.
+    options = parser.parse_args(given.command_line, parser.parse_args(given.elsewhere))
+    options.given = given
+    if given.model is not None and options.model is None:
+        options.model = given.model
     return options
 
 
@@ -57,7 +76,9 @@ def told(error: Exception, options: argparse.Namespace) -> str:
     text = str(error)
     first = re.match(r"(--)?([a-z0-9_-]+)", text)
     place = options.sources.get(first[2].replace("-", "_")) if first else None
-    return text if place is None else f"{place}: {text}"
+    if first is None or place is None:
+        return text
+    return f"{place}{text[first.end() :]}" if text[first.end() :].startswith(":") else f"{place}: {text}"
 
 
 class _Setting(NamedTuple):
@@ -67,11 +88,11 @@ class _Setting(NamedTuple):
     arguments: list[str]
 
 
-def _parsed(parser: argparse.ArgumentParser, settings: Sequence[_Setting]) -> argparse.Namespace:
+def _check(parser: argparse.ArgumentParser, settings: Sequence[_Setting]) -> None:
     """Ends the program where one of them is wrong, and says where that stands."""
     exits, parser.exit_on_error = parser.exit_on_error, False
     try:
-        return parser.parse_args([text for each in settings for text in each.arguments])
+        parser.parse_args([text for each in settings for text in each.arguments])
     except argparse.ArgumentError as error:
         for each in settings:
             _parse_alone(parser, each)
@@ -175,6 +196,8 @@ def _variable(name: str) -> str:
 def _setting(parser: argparse.ArgumentParser, place: str, name: str, value: Any) -> _Setting:
     action = _action(parser, name)
     if action is None:
+        if name in _OTHERS:
+            parser.error(f"{place}: stands on the command line alone")
         close = _close(parser, name)
         parser.error(f"{place}: there is no such option" + (f"; is it {close}?" if close else ""))
     return _Setting(action, place, [] if value is None else _spelled(parser, action, name, value, place))

@@ -16,6 +16,7 @@ from engine.core.process import write_log
 from engine.front_ends.wire import FrontEndStart
 from entrypoints.server.caller import caller_id
 from entrypoints.server.supervisor import Supervisor
+from entrypoints.sources import Given
 
 if TYPE_CHECKING:
     from engine.config import EngineArgs, EngineConfig
@@ -28,8 +29,8 @@ NAME = "API server {}"
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
     start: FrontEndStart
-    given: list[str]
-    """of the command line; the environment and files say the rest, as they do to whoever starts this process"""
+    given: Given
+    """as whoever starts this process has read it: files may say something else by now"""
     listener_fd: int
     quotas_fd: int
     place: int
@@ -71,10 +72,10 @@ def _run(begin: Begin) -> int:
     from entrypoints.serve import build_parser, quiet_libraries
     from entrypoints.server.api_key import VARIABLE
     from entrypoints.server.run import logger, run_loop
-    from entrypoints.sources import parse_all
+    from entrypoints.sources import parse_again
 
     quiet_libraries()
-    options = parse_all(build_parser(), begin.given, os.environ)
+    options = parse_again(build_parser(), begin.given)
     options.response_store = Path(begin.response_store)
     options.api_key = options.api_key_file = None
     if begin.api_key is not None:

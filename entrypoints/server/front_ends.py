@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 from engine.child import process_age_s
@@ -42,8 +41,8 @@ logger = logging.getLogger("pageloom.server")
 _TICK_S = 1.0
 
 
-async def serve_front_ends(options: argparse.Namespace, given: Sequence[str]) -> int:
-    """As `serve_engine`. `given`: of the command line."""
+async def serve_front_ends(options: argparse.Namespace) -> int:
+    """As `serve_engine`."""
     signals: list[int] = []
     api_key = _take_key(options)
     check_options(options)
@@ -64,7 +63,7 @@ async def serve_front_ends(options: argparse.Namespace, given: Sequence[str]) ->
         try:
             client = process_client(config)
             hub = Hub(config, client, directory)
-            begin = _begin(config, directory, quotas, options, given, api_key)
+            begin = _begin(config, directory, quotas, options, api_key)
 
             def forget(place: int) -> None:
                 if options.keys is not None:
@@ -92,7 +91,6 @@ def _begin(
     directory: SocketDirectory,
     quotas: int,
     options: argparse.Namespace,
-    given: Sequence[str],
     api_key: str | None,
 ) -> Begin:
     """What all are told. Raises `ConfigError` for a store that is none, once and not once for each."""
@@ -100,7 +98,7 @@ def _begin(
     ResponseStore(store, limits.stored_responses_bytes, limits.stored_responses_s, shared=True).close()
     return Begin(
         start=FrontEndStart(number=0, config=config, parent_pid=0, to_hub="", from_hub="", directory=""),
-        given=list(given),
+        given=options.given,
         listener_fd=0,
         quotas_fd=quotas,
         place=0,
@@ -137,7 +135,7 @@ class _Server:
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=_TICK_S)
-                if self._supervisor.watches and self._client.stalled() is None:
+                if self._supervisor.watches:
                     self._supervisor.alive()
         finally:
             for task in (telling, passing):

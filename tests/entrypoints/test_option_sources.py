@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.errors import ConfigError
 from entrypoints.serve import build_parser
-from entrypoints.sources import parse_all, told
+from entrypoints.sources import Given, parse_again, parse_all, told
 
 
 def parsed(*given: str, environment: dict[str, str] | None = None) -> argparse.Namespace:
@@ -51,7 +52,17 @@ def test_a_file_says_what_a_command_line_says(tmp_path: Path) -> None:
     found, expected = vars(parsed(config(tmp_path, ALL))), vars(parsed(*same))
     assert found.pop("config") == tmp_path / "config.yaml" and expected.pop("config") is None
     assert found.pop("sources")["max_num_seqs"].endswith("config.yaml: max-num-seqs") and not expected.pop("sources")
+    assert (found.pop("given").command_line, expected.pop("given").command_line) == ([config(tmp_path, ALL)], same)
     assert found == expected
+
+
+def test_another_process_makes_the_same_of_it_whatever_the_sources_say_by_then(tmp_path: Path) -> None:
+    options = parsed(config(tmp_path, ALL), "--port=7", environment={"PAGELOOM_SERVED_MODEL_NAME": "c"})
+    (tmp_path / "config.yaml").unlink()
+    given = msgspec.json.decode(msgspec.json.encode(options.given), type=Given)
+    again = vars(parse_again(build_parser(), given))
+    assert again == {name: value for name, value in vars(options).items() if name != "sources"}
+    assert (again["port"], again["served_model_name"], again["max_num_seqs"]) == (7, "c", 8)
 
 
 def test_the_command_line_comes_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
@@ -100,7 +111,7 @@ def test_variables(variable: str, text: str, name: str, value: Any) -> None:
         ("1: 2", "must hold names of options"),
         ("''", "must hold names of options"),
         ("a: [", "cannot read"),
-        ("config: other.yaml", "config: there is no such option"),
+        ("config: other.yaml", "config: stands on the command line alone"),
         ("a: &x [*x]", "a: there is no such option"),
         ("!!python/object/apply:os.system ['true']", "cannot read"),
     ],
@@ -132,9 +143,10 @@ def test_what_the_engine_finds_wrong_is_told_behind_where_it_stands(tmp_path: Pa
     error, environment = ConfigError("max_num_seqs must be at least 1, got -3"), {"PAGELOOM_MAX_NUM_SEQS": "-3"}
     place = file.removeprefix("--config=")
     assert told(error, parsed(file)) == f"{place}: max-num-seqs: {error}"
-    assert told(of_keys, parsed(file)) == f"{place}: keys: {of_keys}"
+    assert told(of_keys, parsed(file)) == f"{place}: keys: cannot read it"
     assert told(error, parsed(file, environment=environment)) == f"PAGELOOM_MAX_NUM_SEQS: {error}"
     assert told(error, parsed(file, "--max-num-seqs=-4", environment=environment)) == str(error)
+    assert told(error, parsed(file, "--max-num-seqs", "-3", environment=environment)) == str(error)  # the same there
     assert told(ConfigError("swap_space must be at least 0"), parsed(file)) == "swap_space must be at least 0"
     assert told(ConfigError("'x' is no model"), parsed(file)) == "'x' is no model"
 

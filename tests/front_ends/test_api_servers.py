@@ -142,8 +142,10 @@ async def ask(base: str, meanwhile: Callable[[], None] | None = None) -> list[st
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_streams_are_those_of_one_whoever_is_killed_and_end_before_the_server_does(model: Path) -> None:
-    with served(model, "--core-restarts", "5") as server:
+def test_streams_are_those_of_one_whoever_is_killed_and_end_before_the_server_does(model: Path, tmp_path: Path) -> None:
+    (settings := tmp_path / "settings.yaml").write_text("core-restarts: 5\nenable-sleep-mode: true")
+    with served(model, f"--config={settings}") as server:
+        settings.unlink()  # whoever follows makes of it what was made of it
         base = server.base
         wanted = asyncio.run(ask(base))
         assert not any(isinstance(each, BaseException) for each in wanted), wanted
@@ -166,6 +168,8 @@ def test_streams_are_those_of_one_whoever_is_killed_and_end_before_the_server_do
         )
         assert asyncio.run(ask(base)) == wanted  # whoever comes to one that is not there yet waits for it
         assert second in server.front_ends and first not in server.front_ends and len(before) == 2
+        asleep = {httpx.get(f"{base}/is_sleeping").status_code for _ in range(STREAMS)}
+        assert asleep == {200}, "all have this route"
         until(lambda: metric(base, "pageloom_num_requests_running") == 0)
         assert metric(base, "pageloom_kv_cache_usage_ratio") == 0
         finished = STREAMS - len(lost) + STREAMS
