@@ -213,9 +213,7 @@ class ReplicatedClient(Sleeping):
                         raise ConfigError(f"replica {number} is the only one that is left")
             except ConfigError:
                 self._wanted += 1
-                if (
-                    self._config.core_restarts
-                ):  # whoever was to follow another one may have found that nobody is missing
+                if self._config.core_restarts:  # whoever was to follow another one may have found nobody missing
                     self._follow_in(0.0)
                 raise
             self._fleet.tell()
@@ -338,12 +336,13 @@ class ReplicatedClient(Sleeping):
                 self._turn = turn + index + 1
                 return self._fleet.take_in(replica, outputs)
         if (stopped := self._watch.stopped([replica.client for replica in replicas])) is not None:
-            replicas[stopped].client.abandon()  # it could not leave by itself
-            return self._lost(replicas[stopped], CoreDiedError(f"replica {stopped} was stopped by a signal"))
+            replica = replicas[stopped]
+            replica.client.abandon()  # it could not leave by itself
+            return self._lost(replica, CoreDiedError(f"replica {replica.place} was stopped by a signal"))
         return None
 
     def _lost(self, replica: Replica[ProcessClient], error: CoreDiedError) -> StepOutputs:
-        wait_s = self._restarts.died(time.monotonic(), replica.stats.generated_tokens > 0)
+        wait_s = self._restarts.died(time.monotonic(), replica.stats.steps > 0)
         try:
             outputs = self._fleet.lost(replica, error, wait_s is not None or bool(self._following))
         except CoreDiedError:
@@ -377,6 +376,7 @@ class ReplicatedClient(Sleeping):
                 self._check_open()
                 serving = sum(not each.draining for each in self._fleet.replicas)
                 if self._asleep or serving >= self._wanted:
+                    self._fleet.nobody_comes()
                     return None
                 self._serve(self._start_one())
                 self._fleet.tell()

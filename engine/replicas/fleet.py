@@ -82,7 +82,7 @@ class Fleet(Generic[C]):
         self.replicas: tuple[Replica[C], ...] = ()
         self.told: deque[StepOutputs] = deque()
         """of requests that nobody could take over"""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._router = router
         self._in_rounds = in_rounds
         self._wakes = 0
@@ -165,17 +165,19 @@ class Fleet(Generic[C]):
             if self._in_rounds or (len(self.replicas) == 1 and not another_comes):
                 raise error
             follows = ", and another one is started" if another_comes else ""
-            left = len(self.replicas) - 1
-            logger.error("replica %d was lost, %d are left%s\n%s", replica.place, left, follows, error)
+            logger.error(
+                "replica %d was lost, %d are left%s\n%s", replica.place, len(self.replicas) - 1, follows, error
+            )
             self._hand_over(replica, error)
             if not another_comes:
                 self._move(self._suspects.take(self._deliveries.left))
             return StepOutputs(deltas=[], stats=self._stats())
 
     def nobody_comes(self) -> None:
-        """No replica follows one that was lost: suspects are computed beside the others."""
+        """No replica follows one that was lost: where there is no court, suspects are computed beside the others."""
         with self._lock:
-            self._move(self._suspects.take(self._deliveries.left))
+            if self._court is None and not self.resting:
+                self._move(self._suspects.take(self._deliveries.left))
 
     def tell(self) -> None:
         """Whoever receives learns how many there are now."""
@@ -188,6 +190,7 @@ class Fleet(Generic[C]):
             for replica in [each for each in self.replicas if each.leaving]:
                 if len(self.replicas) > 1 or self.resting:
                     self._hand_over(replica)
+                    self.nobody_comes()  # as far as is known, where it was the court
                 else:
                     replica.leaving = False
                     self._drain(replica, False)

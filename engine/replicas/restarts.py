@@ -19,12 +19,12 @@ class Restarts:
 
     def died(self, now: float, has_served: bool = False) -> float | None:
         """A core has died, or did not start: seconds until another one is to be started; None: there were too many.
-        One that has generated something is followed at once, and so is the first one that has not; each further one in
+        One that has computed something is followed at once, and so is the first one that has not; each further one in
         a row after twice as long."""
-        self._in_a_row = 0 if has_served else self._in_a_row + 1
-        self._deaths.append(now)
-        while self._deaths[0] < now - WINDOW_S:
+        while self._deaths and self._deaths[0] < now - WINDOW_S:
             self._deaths.popleft()
+        self._in_a_row = 0 if has_served else self._in_a_row + 1 if self._deaths else 1
+        self._deaths.append(now)
         if len(self._deaths) > self._most:
             return None
         return 0.0 if self._in_a_row <= 1 else min(2.0 ** (self._in_a_row - 2), MOST_WAIT_S)

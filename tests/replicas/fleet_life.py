@@ -116,6 +116,7 @@ class Life:
                 replica.client.dead = True
 
     def finish(self) -> None:
+        self.fleet.nobody_comes()  # whoever was to follow has found that as many serve as were asked for
         for _ in range(400):
             if not self.fleet.replicas:
                 self.come()

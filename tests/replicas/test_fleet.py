@@ -208,6 +208,34 @@ def test_suspects_that_wait_for_their_trial_may_be_aborted() -> None:
     life.check_nothing_is_left()
 
 
+@pytest.mark.parametrize("goes", ["the court", "nobody"])
+def test_suspects_are_computed_where_no_court_comes(goes: str) -> None:
+    life = Life(12, followed=True)
+    for death in range(3):  # before there is a request, and twice with all of them
+        life.see(life.fleet.lost(life.fleet.replicas[0], CoreDiedError("killed"), True))
+        for name in "abc" if not death else "":
+            life.request(name, 2)
+        if death == 1:
+            life.come()
+    assert sorted(life.fleet._suspects._waiting) == list("abc")
+    if goes == "the court":
+        life.come()
+        life.come()
+        court = life.fleet._court
+        assert court is not None
+        life.fleet.drain(court)
+        court.leaving = True
+    else:  # fewer are asked for meanwhile, and the others serve
+        life.fleet._court = Replica(99, 99, LittleCore(life.random), READY)
+        life.come()
+        life.fleet._court = None
+        life.fleet.nobody_comes()
+    for _ in range(400):
+        life.turn()
+    assert len(life.ended) == 6 and all(each.finish_reason != "error" for each in life.ended.values())
+    life.check_nothing_is_left()
+
+
 @pytest.mark.parametrize("beside", [0, 1, 31])
 def test_a_request_that_kills_cores_is_found_and_the_others_finish(beside: int) -> None:
     life = Life(10, followed=True)

@@ -80,6 +80,14 @@ def test_one_that_dies_while_another_drains_is_followed_at_once(monkeypatch: pyt
         assert client.replicas == [2, 3] and not client._following
 
 
+def test_who_finds_that_nobody_is_missing_leaves_no_suspect_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer were asked for while it waited to follow one that died."""
+    with replicas(size=1, core_restarts=2) as client:
+        asked: list[bool] = []
+        monkeypatch.setattr(client._fleet, "nobody_comes", lambda: asked.append(True))
+        assert client._try_to_follow() is None and asked
+
+
 def test_after_too_many_deaths_the_engine_ends_with_the_cause() -> None:
     with replicas(size=1, core_restarts=1) as client:
         for death in range(2):
@@ -114,3 +122,4 @@ def test_deaths_are_followed_sooner_or_later() -> None:
     assert [policy.died(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 4.0, None]
     assert policy.died(603.5) == 16.0, "all but one are forgotten, but it is the sixth in a row"
     assert [policy.died(604.0, True), policy.died(605.0)] == [0.0, 0.0]
+    assert [policy.died(86_400.0 * day) for day in range(1, 5)] == [0.0] * 4, "one a day is not a row"

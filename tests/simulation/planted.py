@@ -88,6 +88,11 @@ PLANTED = [
         "sequence.tokens.extend(delta.token_ids[:1])",
     ),
     Bug("engine.replicas.fleet", "self._deliveries.move(name, place.replica)", "pass"),
+    Bug(
+        "engine.replicas.fleet",
+        "                self._suspects.forget(ended.name)\n            if ended is not None and replica_number",
+        "                pass\n            if ended is not None and replica_number",
+    ),
     Bug("engine.front_ends.hub", "                    del self._owners[delta.request_id]", "                    pass"),
     Bug("engine.front_ends.hub", "        self._abort(number, names)", "        pass"),
     Bug("engine.front_ends.hub", "parts[number].token_ids.append(token)", "parts[number].token_ids.append(token + 1)"),

@@ -24,11 +24,12 @@ from virtual_time import VirtualLoop
 
 from engine.config import EngineConfig
 from engine.core import client as core_client
-from engine.errors import CoreDiedError, QueueFullError
+from engine.errors import ConfigError, CoreDiedError, QueueFullError
 from engine.frontend.tokenizer import Tokenizer
 from engine.layer_groups import State, most_blocks
 from engine.models.description import ModelDescription, describe
 from engine.replicas import stop_watch
+from engine.scheduling.arrivals import OWN_OF_LEFT
 from engine.serving import Serving
 from engine.speculation_config import SpeculationConfig
 
@@ -80,7 +81,7 @@ class World:
         self._prompts: dict[tuple[int, ...], int] = {}
         for wish in self.wishes:
             self.mark(wish)
-        kept_on = 4 + 3 * self.config.parallel.data  # who gets on a little before each death is no suspect by it
+        kept_on = 4 + 3 * 3  # replicas: who gets on a little before each death is no suspect by it
         needed = self._kills + kept_on * kills + self._unlucky_starts + 2
         self.may_end = rng.random() < 0.1
         self.config = replace(self.config, core_restarts=1 if self.may_end else needed)
@@ -203,6 +204,9 @@ class World:
             return
         sequences = sum(each.num_sequences for each in beside)
         room = self.config.scheduler.max_waiting
+        if "for others" in str(error):
+            assert self.is_fair
+            room = room * OWN_OF_LEFT // (OWN_OF_LEFT + 1)
         if "under way" in str(error):  # messages, of which those that abort are some
             room = self.config.limits.frames // 2
         assert sequences > room, f"refused where there are {sequences}: {error}"
@@ -283,6 +287,8 @@ class World:
             self.loop.call_later(seconds, self._wake_up)
         elif kind < 0.3 and self.doors.may_be_killed:
             self._kill_front_end()
+        elif kind < 0.36 and not self.client.is_sleeping and not self.doors.is_dead:
+            self._scale(rng.randint(1, 3), rng.choice([0.0, 0.0, 0.05]))
         elif alive and kind < 0.45:
             core, seconds = rng.choice(alive), rng.choice([0.5, 15.0, 400.0])
             self.log("core", self.cores.index(core), "stands still for", seconds)
@@ -301,6 +307,15 @@ class World:
             if getattr(guest, "serving", None) is killed and not life.done():
                 guest.end, guest.ended_at = "cut_off", self.loop.time() + LEARNS_S
                 life.cancel()
+
+    def _scale(self, replicas: int, drain_s: float) -> None:
+        self.log(f"{replicas} replicas are asked for, {drain_s} s to drain")
+        self.happened["scaled"] += 1
+        try:
+            self.client.scale(replicas, drain_s)
+        except (CoreDiedError, ConfigError) as error:  # one did not start, or all but one have died
+            self.log(str(error).splitlines()[0])
+        self.changed()
 
     def _wake_up(self) -> None:
         if not self.doors.is_dead:
@@ -327,13 +342,14 @@ class World:
             return
         assert not fleet._deliveries._requests and not fleet._deliveries._sequences, "the journal keeps who has left"
         assert not any(fleet._deliveries.left(name) for name in fleet._waiting)
+        assert not fleet._suspects._deaths, "who has left is still suspected"
         for replica in fleet.replicas:
             assert fleet.is_idle(replica.number), "the router counts work that is over"
             assert replica.client.idle and replica.client.stalled() is None, "an idle core does not count as idle"
             core: SimulatedCore = replica.client.simulated  # type: ignore[attr-defined]
             core.assert_empty()
         assert not self.client._starting and (self.may_end or not self.client._following), "somebody still starts"
-        assert self.may_end or len(fleet.replicas) == self.config.parallel.data, "who died was not followed"
+        assert self.may_end or len(fleet.replicas) == self.client._wanted, "who died was not followed"
 
 
 @contextmanager
