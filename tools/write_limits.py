@@ -42,7 +42,7 @@ TAIL = """
 | characters of a text before it is tokenized | the context length times the longest token |
 | token ids | the vocabulary |
 | sequences that run at once, beams of a search | `--max-num-seqs` |
-| sequences that wait, samples too; any number where none waits | `--max-waiting`, {waiting}: 503 with `Retry-After` |
+| sequences that find no row; any where none waits; of a key 7/8 (`fair`) | `--max-waiting`, {waiting}: 503 |
 | alternatives of a token (`logprobs`, `prompt_logprobs`) | `--max-logprobs`, {logprobs} |
 | seconds after SIGTERM in which new requests are still taken | `--drain-delay` |
 | seconds that running requests may go on behind those | `--shutdown-timeout` |

@@ -20,6 +20,9 @@ from engine.scheduling.limits import check_servable
 from engine.scheduling.sequence import Sequence, Status
 from engine.step import RowParams
 
+OWN_OF_LEFT = 7
+"""a tenant's sequences that wait, of places that are left"""
+
 
 class Arrivals:
     def __init__(
@@ -55,10 +58,11 @@ class Arrivals:
                 raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
         need = check_servable(request, max_total, self._config, held.kv, held.pins.num_blocks)
         self._adapted.check(request.lora_request)
-        waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
-        if waiting and waiting + new > self._config.max_waiting and not request.accepted:
-            full = f"{waiting} sequences wait already (--max-waiting {self._config.max_waiting})"
-            raise QueueFullError(full, self._expected.when_room(request))
+        full = None if request.accepted else self._full(request)
+        if not request.accepted and (full := self._full(request)) is not None:
+            raise QueueFullError(
+                f"{full} (--max-waiting {self._config.max_waiting})", self._expected.when_room(request)
+            )
         promised = self._expected.check(request)
         start = None if request.grammar is None else self._constrained.start(request.grammar)
         if request.pin is not None:
@@ -90,6 +94,20 @@ class Arrivals:
         held.live.update(zip(request.request_ids, samples, strict=True))
         if not self._fetches.begin(request, samples):
             self._queue(request, samples, start)
+
+    def _full(self, request: AddRequest) -> str | None:
+        """Why it may not wait: too many do already for whom there is no row. Where the policy is fair, one tenant's are
+        so many times what is left at most: others find a place beside a flood (dynamic thresholds, as buffers are
+        shared in switches: Choudhury and Hahne 1998)."""
+        waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
+        rows, most = len(self._held.rows.free), self._config.max_waiting
+        beyond = waiting - rows
+        if waiting and beyond + new > most:
+            return f"{_sequences(waiting)} already"
+        own = 0 if self._held.fair is None else self._held.fair.waiting_of(request.tenant)
+        if own - rows + new > max(OWN_OF_LEFT * (most - beyond), new):
+            return f"{_sequences(own)} of this client already, and some places are for others"
+        return None
 
     def landed(self, done: FetchDone) -> tuple[Sequence, str] | None:
         """Pages have come, or will not: who waited for them goes on. Returns who fails, and why: its grammar did."""
@@ -133,3 +151,7 @@ class Arrivals:
             member.siblings, member.group, member.status = members, group, Status.FOLLOWING
         self._held.live.update((request_id, members[0]) for request_id in request.request_ids)
         return members[0]
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'s wait' if count > 1 else ' waits'}"

@@ -84,6 +84,11 @@ class FairQueue(WaitingQueue):
         account = self._accounts.get(tenant.name)
         return 0 if account is None or account not in self._queues else self._queues[account].num_tokens
 
+    def waiting_of(self, tenant: Tenant) -> int:
+        """Sequences of the tenant that do not run."""
+        account = self._accounts.get(tenant.name)
+        return 0 if account is None else account.live - account.rows
+
     def share_of(self, tenant: Tenant) -> float:
         """Of all, while those wait that do: 0 to 1."""
         others = sum(account.weight for account in self._queues if account.name != tenant.name)

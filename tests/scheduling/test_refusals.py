@@ -11,6 +11,7 @@ from toy_model import POISON
 
 from engine.core.wire import AddRequest, BeamParams, Follower
 from engine.errors import InvalidRequestError, QueueFullError
+from engine.request import Tenant
 from engine.step import RowParams
 
 
@@ -24,6 +25,34 @@ def test_followers_count_as_waiting() -> None:
     assert full.value.retry_after_s == 1.0
     loop.add("c", [4], 2, followers=["c1"])
     assert loop.scheduler.stats().waiting == 3
+    loop.run()
+    loop.assert_nothing_leaked()
+
+
+def test_who_finds_a_row_free_need_not_find_a_place_to_wait() -> None:
+    loop = Loop(rows=4, max_waiting=1)
+    for name in "abcde":  # of whom nobody has started yet
+        loop.add(name, [1], 4)
+    with pytest.raises(QueueFullError, match=r"5 sequences wait already \(--max-waiting 1\)"):
+        loop.add("f", [1], 4)
+    loop.turn()
+    with pytest.raises(QueueFullError, match="1 sequence waits already"):
+        loop.add("f", [1], 4)
+    loop.run()
+    loop.assert_nothing_leaked()
+
+
+def test_a_flood_leaves_others_a_place_to_wait() -> None:
+    loop = Loop(rows=1, max_waiting=8, policy="fair")
+    loop.add("running", [1], 8, tenant=Tenant("flood"))
+    loop.turn()
+    for number in range(7):
+        loop.add(f"flood{number}", [2], 2, tenant=Tenant("flood"))
+    with pytest.raises(QueueFullError, match=r"7 sequences wait of this client already, .*--max-waiting 8"):
+        loop.add("one more", [2], 2, tenant=Tenant("flood"))
+    loop.add("honest", [3], 2, tenant=Tenant("honest"))
+    with pytest.raises(QueueFullError, match="8 sequences wait already"):
+        loop.add("late", [3], 2, tenant=Tenant("late"))
     loop.run()
     loop.assert_nothing_leaked()
 
