@@ -53,8 +53,8 @@ class Administered(ABC):
         config = await asyncio.to_thread(with_weights, self._args, engine.model, engine.config, path)
         try:
             await asyncio.to_thread(sleeper(engine.client, apart=True).change, config)
-        except Exception:
-            logger.warning("the weights of %s were not taken; those before it are served", config.model.path)
+        except Exception as error:
+            logger.error("the weights of %s were not taken: %s", config.model.path, error)
             raise
         if not isinstance(engine.client, FrontEndClient):  # which tells all front ends alike
             engine.config, engine.ready = config, await asyncio.to_thread(ready_with, engine.ready, config)

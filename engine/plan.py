@@ -101,7 +101,7 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
             plan.problems.append(f"{error} (its weights alone: {human(plan.weight_bytes)})")
             plan.advice += fit.advice()
         if files.weights and not missing and args.load_format == "auto":
-            plan.problems += _damage(files.path)
+            plan.problems += damage(files.path)
         if not files.weights and args.load_format == "auto":
             plan.problems.append(f"{files.path} holds no weights that are read (*.safetensors, or one .gguf file)")
     if missing:
@@ -113,7 +113,7 @@ def plan_of(args: EngineArgs, machine: Machine | None = None, free_bytes: int | 
     return plan
 
 
-def _damage(path: str) -> list[str]:
+def damage(path: str) -> list[str]:
     """Files that are cut short, or stand for others that were never fetched."""
     if not os.path.isdir(path):
         return []  # a GGUF file, whose header has been read

@@ -13,10 +13,10 @@ from engine.config import EngineArgs, EngineConfig
 from engine.core.client import CoreClient, InProcessClient
 from engine.core.sleeper import Sleeper
 from engine.core.wire import CoreReady
-from engine.errors import ConfigError
+from engine.errors import ConfigError, WeightsError
 from engine.kv_transfer.layout import weights_of
 from engine.models.description import ModelDescription
-from engine.plan import resolve_with_plan
+from engine.plan import damage, resolve_with_plan
 
 _OF_THE_MODEL = (
     "spec",
@@ -83,6 +83,8 @@ def with_weights(args: EngineArgs, model: ModelDescription, config: EngineConfig
         raise ConfigError(f"{path}: this is another model ({named}): only its weights may differ")
     if settings:
         raise ConfigError(f"{path}: with it other settings would be chosen ({', '.join(dict.fromkeys(settings))})")
+    if args.load_format == "auto" and (damaged := damage(new.model.path)):
+        raise WeightsError(damaged[0])
     return new
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from engine.config import EngineConfig
+from engine.errors import EngineError
 
 
 class Sleeper(ABC):
@@ -23,12 +24,19 @@ class Sleeper(ABC):
 
     def change(self, config: EngineConfig) -> None:
         """It wakes up as `config` says, whether it slept or not. Where that does not start, all is as before, and the
-        error is raised."""
+        error is raised; or it sleeps, where what was before does not start any more."""
         slept = self.is_sleeping
         self.sleep()
         try:
             self.wake_up(config)
-        except BaseException:
+        except BaseException as error:
             if not slept:
-                self.wake_up()
+                self._back(error)
             raise
+
+    def _back(self, error: BaseException) -> None:
+        try:
+            self.wake_up()
+        except EngineError as worse:
+            said = f"{error}; and what was served before does not start any more, so the engine sleeps: {worse}"
+            raise EngineError(said) from error

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -127,12 +128,43 @@ def test_other_weights_take_the_place_of_those_before(
     with pytest.raises(ConfigError, match=r"packed: its weights are stored otherwise .*, quantised by awq"):
         llm.update_weights(tmp_path / "packed")
     broken = tmp_path / "broken"
-    save_tiny("Llama", broken)
-    for file in broken.glob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises((WeightsError, ConfigError)):
+    shutil.copytree(models[0], broken)
+    lacks_one(broken)
+    with pytest.raises(WeightsError):
         llm.update_weights(broken)
     assert tokens(llm) == expected[0], "what was served before is served again"
+
+
+def lacks_one(checkpoint: Path) -> None:
+    """Of its tensors: nobody sees it who does not load it."""
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_weights_that_are_written_over_those_that_are_served(
+    llm: LLM, models: tuple[Path, Path], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    shutil.copytree(models[0], served)
+    llm.update_weights(served)
+    file = served / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1000])
+    with pytest.raises(WeightsError, match="cut short"):
+        llm.update_weights(served)
+    assert tokens(llm) == expected[0], "nothing was stopped"
+    file.write_bytes(whole)
+    lacks_one(served)
+    with pytest.raises(
+        EngineError, match=r"norm.*what was served before does not start any more, so .* sleeps: .*norm"
+    ):
+        llm.update_weights(served)
+    assert llm.is_sleeping
+    file.write_bytes(whole)
+    llm.wake_up()
+    assert tokens(llm) == expected[0]
 
 
 def all_cores() -> set[int]:
