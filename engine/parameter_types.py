@@ -9,6 +9,9 @@ from typing import Any
 
 from engine.errors import InvalidRequestError
 
+_DIGITS, _BITS = 20, 64
+"""of integers that are read, and shown"""
+
 
 def integer(name: str, value: Any) -> int:
     """Raises `InvalidRequestError`, as the others do."""
@@ -41,11 +44,14 @@ def flag(name: str, value: Any) -> bool:
 
 
 def early_stopping(name: str, value: Any) -> bool | str:
-    return value if value == "never" else flag(name, value)
+    return value if isinstance(value, str) and value == "never" else flag(name, value)
 
 
 def integers(name: str, value: Any) -> list[int]:
-    given = value.tolist() if hasattr(value, "tolist") else value  # of NumPy and torch
+    try:
+        given = value.tolist() if hasattr(value, "tolist") else value  # of NumPy and torch
+    except (RuntimeError, TypeError):  # a tensor without numbers
+        given = None
     if isinstance(given, str | bytes) or not isinstance(given, Sequence | Set):
         raise _not(name, "a list of token ids", value)
     return [integer(f"{name}[{index}]", each) for index, each in enumerate(given)]
@@ -70,11 +76,13 @@ def biases(name: str, value: Any) -> dict[int, float]:
 
 def _token(name: str, token: Any) -> int:
     """As JSON has them, too."""
-    return int(token) if isinstance(token, str) and token.isdecimal() else integer(f"{name}: a token id", token)
+    is_number = isinstance(token, str) and token.isdecimal() and len(token) <= _DIGITS
+    return int(token) if is_number else integer(f"{name}: a token id", token)
 
 
 def _not(name: str, kind: str, value: object) -> InvalidRequestError:
-    said = repr(value)[:80] if isinstance(value, int | float | str) else type(value).__name__
+    is_short = isinstance(value, float | str) or (isinstance(value, int) and value.bit_length() <= _BITS)
+    said = repr(value)[:80] if is_short else type(value).__name__
     return InvalidRequestError(f"{name} must be {kind}, got {said}", name.partition("[")[0].partition(":")[0])
 
 

@@ -165,7 +165,7 @@ class ServerContext:
         if name is None and self.settings.strict_fields:
             raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
         if name is not None and name not in self.names and not (generates and self.adapters.get(name)):
-            raise HTTPException(404, model_not_found(name, self.served_name))
+            raise HTTPException(404, model_not_found(name, self.names))
 
     def check_generates(self) -> None:
         """Before it is said that a model has no chat template, which is the lesser reason."""
@@ -194,7 +194,7 @@ class ServerContext:
         self, prompt: EnginePrompt, params: SamplingParams, body: Queued, request_id: str, *, delta: bool
     ) -> Outputs:
         if body.model is not None and self.adapters.has_left(body.model):  # since it was first looked at
-            raise HTTPException(404, model_not_found(body.model, self.served_name))
+            raise HTTPException(404, model_not_found(body.model, self.names))
         salt, tenant = self._share(body)
         stream: AsyncIterator[RequestOutput] = self.engine.generate(
             prompt,

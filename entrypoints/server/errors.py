@@ -83,8 +83,8 @@ def _asked() -> str:
     return "" if caller is None or caller.timeout is None else f" (asked for: {TIMEOUT_HEADER}: {caller.timeout:.40})"
 
 
-def model_not_found(name: str, served: str) -> ErrorBody:
-    message = f"the model {name!r} does not exist; this server serves {served!r}"
+def model_not_found(name: str, served: Sequence[str]) -> ErrorBody:
+    message = f"the model {name!r} does not exist; this server serves {', '.join(map(repr, served))}"
     return error_body(message, "invalid_request_error", "model", "model_not_found")
 
 

@@ -34,12 +34,13 @@ class Bucket:
         return int(self._cells[self._first])
 
     def set(self, per_minute: int, now: float) -> None:
-        """What has been used stays used."""
+        """What has been used stays used; what was lawful before is no debt."""
         before = self.per_minute
         if per_minute != before:
-            used = before - self.left(now) if before else 0.0
+            left = self.left(now) if before else 0.0
+            used = before - left
             self._cells[self._first] = per_minute
-            self._put(per_minute - used, now)
+            self._put(max(per_minute - used, min(left, 0.0)), now)
 
     def left(self, now: float) -> float:
         left, at = self._cells[self._first + 1], self._cells[self._first + 2]

@@ -75,6 +75,8 @@ def listen_at(path: Path) -> socket.socket:
     """A Unix socket, bound, not yet accepting. One that a server has left behind is taken. Raises `ConfigError`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if path.exists() and not path.is_socket():
+            raise ConfigError(f"--uds: {path} is there already, and no socket")
         if path.is_socket():
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
                 if other.connect_ex(str(path)) == 0:
@@ -201,7 +203,7 @@ class Server(EndingServer):
     async def on_tick(self, counter: int) -> bool:
         """Looks after signals, the core, files, who supervises, and the date in the headers; true ends the server."""
         self._look_again()
-        if self._supervisor.watches and self._engine.stalled() is None:
+        if self._supervisor.watches:  # of cores that hang the engine takes care
             self._supervisor.alive()
         try:
             self._engine.check_health()
@@ -257,7 +259,7 @@ async def serve_engine(
         app = create_app(engine, engine.served_name, keyring, options.allowed_origins, settings, siblings)
         for module in settings.lora_modules:
             await app.state.adapters.load(module)
-        app.root_path = options.root_path.rstrip("/")
+        app.root_path = f"/{path}" if (path := options.root_path.strip("/")) else ""
         config = _uvicorns_config(app, engine, options)
         waits = options.shutdown_timeout, options.drain_delay
         server = Server(config, app, engine, *waits, _watched(config, options, keyring), supervisor)

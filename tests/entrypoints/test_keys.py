@@ -257,6 +257,20 @@ def test_no_more_is_admitted_than_allowed_and_who_waits_as_told_is_let_in(
             assert quotas.shown()["tokens"].remaining <= tokens
 
 
+def test_what_was_lawful_is_no_debt_when_less_is_allowed() -> None:
+    now = 100.0
+    quotas = Quotas(lambda: now, OwnCounts())
+    quotas.set(600, 1000, None)
+    for _ in range(500):
+        quotas.begin()
+    quotas.use(1500)
+    quotas.set(10, 100, None)
+    left = [each.left(now) for each in (quotas._requests, quotas._tokens) if each is not None]
+    assert left == [0, -500], "what was overdrawn still is"
+    quotas.set(600, 1000, None)
+    assert quotas._requests is not None and quotas._requests.left(now) == 590
+
+
 def test_under_a_proxys_path_nothing_is_let_through(tiny_server_model: Path, tmp_path: Path) -> None:
     """With and without it, what is guarded is what the router serves."""
     file = tmp_path / "keys.toml"

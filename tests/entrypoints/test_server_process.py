@@ -236,7 +236,7 @@ def test_https_under_a_proxys_path(tiny_server_model: Path, tmp_path: Path) -> N
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate, *names]
     subprocess.run(made, check=True, capture_output=True)
-    options = [f"--ssl-keyfile={key}", f"--ssl-certfile={certificate}", "--root-path=/llm"]
+    options = [f"--ssl-keyfile={key}", f"--ssl-certfile={certificate}", "--root-path=llm/"]
     with process(tiny_server_model, *options, ready=False) as (_, base, log):
         deadline = time.monotonic() + 180
         while not any("ready:" in line for line in log):

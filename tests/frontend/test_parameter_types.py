@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine import SamplingParams
 from engine.errors import InvalidRequestError
@@ -40,6 +41,10 @@ from engine.errors import InvalidRequestError
         ("logit_bias", {1.5: 1.0}, "must be an integer, got 1.5"),
         ("logit_bias", {"x": 1.0}, "must be an integer, got 'x'"),
         ("logit_bias", {5: "much"}, "a number, got 'much'"),
+        ("logit_bias", {"9" * 5000: 1.0}, "must be an integer, got '999"),
+        pytest.param("stop", 10**5000, "a list of strings, got int", id="huge"),
+        ("early_stopping", np.array(["never"]), "true or false, got ndarray"),
+        ("stop_token_ids", torch.empty(2, device="meta"), "a list of token ids, got Tensor"),
         ("structured_outputs", {"json": {}}, "StructuredOutputsParams"),
         ("extra_args", [1], "extra_args"),
     ],
