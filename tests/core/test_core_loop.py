@@ -139,12 +139,13 @@ def test_requests_in_process_get_all_their_tokens(async_scheduling):
 
 
 def test_refused_requests_fail_alone_and_say_why():
-    client = InProcessClient(tiny_config(max_waiting=1), executor="core_fakes:FakeExecutor")
+    client = InProcessClient(tiny_config(max_waiting=1, max_num_seqs=1), executor="core_fakes:FakeExecutor")
     client.start()
     client.send(request("good", max_tokens=3))
+    client.send(request("good too", max_tokens=3))
     client.send(request("one too many", max_tokens=3))
     client.send(request("too long", prompt_len=5000))
-    ended = finish(client, {"good", "one too many", "too long"})
+    ended = finish(client, {"good", "good too", "one too many", "too long"})
     assert ended["good"].finish_reason == "length"
     assert (ended["one too many"].finish_reason, ended["one too many"].error_kind) == ("error", "queue_full")
     assert (ended["too long"].finish_reason, ended["too long"].error_kind) == ("error", "invalid")

@@ -105,7 +105,7 @@ def test_requests_cross_the_border_and_come_back_complete(async_scheduling):
 
 
 def test_queue_full_invalid_and_abort_are_deltas_not_errors():
-    with core("Slow") as client:
+    with core("Slow", max_num_seqs=1) as client:
         client.send(request("running", max_tokens=100))
         time.sleep(0.2)  # the first step takes 0.7 s, so all of these wait for the next drain together
         for i in range(6):
