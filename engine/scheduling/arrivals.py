@@ -58,7 +58,6 @@ class Arrivals:
                 raise InvalidRequestError(f"request id {request_id!r} is in use by a live request", "request_id")
         need = check_servable(request, max_total, self._config, held.kv, held.pins.num_blocks)
         self._adapted.check(request.lora_request)
-        full = None if request.accepted else self._full(request)
         if not request.accepted and (full := self._full(request)) is not None:
             raise QueueFullError(
                 f"{full} (--max-waiting {self._config.max_waiting})", self._expected.when_room(request)
