@@ -6,7 +6,7 @@ Run: python tools/bench_fairness.py [--seconds 60] [--seed 1]. Prints one JSON o
 
 `flood`: nine tenants that send little, alone and beside a tenth that sends 100 times as much. `overload`: more than can
 be served, all with a deadline; goodput is what ended within it, peak what a load of 1.0 brings. `exact`: answers are as
-long as `max_tokens`; else all say 1,000, and answers end when they end.
+long as `max_tokens`; else all say 1,000, and answers end when they end. `slower`: the machine is, now and then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import json
 import random
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.config import Policy, SchedulerConfig
@@ -49,6 +49,20 @@ class Served:
     deadline_s: float
 
 
+class Slower:
+    """Two cores that others want, too: in one of three parts of 10 to 40 s every step takes 1.35 times as long."""
+
+    def __init__(self, seed: int) -> None:
+        dice, at = random.Random(f"{seed} pace"), 0.0
+        self.parts: list[tuple[float, float]] = []
+        while at < 3600.0:
+            at += dice.uniform(10.0, 40.0)
+            self.parts.append((at, dice.choice([1.0, 1.0, 1.35])))
+
+    def __call__(self, now: float) -> float:
+        return next((times for until, times in self.parts if until > now), 1.0)
+
+
 SERVERS = {
     "A100": Served(StepCost(OPT_13B, BLOCK), 5.0, 20.0),
     "two cores": Served(TwoCores(), 0.47, 30.0),
@@ -80,6 +94,8 @@ class Run:
     cost: StepCost | TwoCores = SERVERS["A100"].cost
     exact: bool = True
     """`max_tokens` is how long each answer is"""
+    pace: Callable[[float], float] = lambda now: 1.0
+    """times as long as `cost` says takes a step that begins then"""
     now: float = field(default=0.0, init=False)
     busy: float = field(default=0.0, init=False)
     given: dict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
@@ -110,7 +126,7 @@ class Run:
                     break
                 self.now = coming[0][1].at
                 continue
-            seconds = self.cost.of_plan(plan)
+            seconds = self.cost.of_plan(plan) * self.pace(self.now)
             self.now += seconds
             self.busy += seconds
             result = StepResult(step_id=plan.step_id, token_ids=self._sampled(plan, live))
@@ -206,11 +222,11 @@ def flood(seconds: float, seed: int) -> None:
             print(json.dumps(line), flush=True)
 
 
-def overload(name: str, exact: bool, seconds: float, seed: int) -> None:
+def overload(name: str, exact: bool, seconds: float, seed: int, slower: bool = False) -> None:
     served, peak = SERVERS[name], 0.0
     for factor in (0.8, 1.0, 1.2, 2.0, 4.0):
         requests = load({"all": factor * served.capacity}, seconds, seed, served.deadline_s)
-        run = Run("fcfs", requests, served.cost, exact)
+        run = Run("fcfs", requests, served.cost, exact, Slower(seed) if slower else lambda now: 1.0)
         run.go()
         admitted = [each for each in run.requests if each.refused is None]
         kept = [each for each in admitted if each.end is not None]
@@ -220,6 +236,7 @@ def overload(name: str, exact: bool, seconds: float, seed: int) -> None:
             "case": "overload",
             "server": name,
             "exact": exact,
+            "slower": slower,
             "load": factor,
             "requests": len(run.requests),
             "refused": len(run.requests) - len(admitted),
@@ -243,6 +260,7 @@ def main() -> int:
     for name, longer in (("A100", 5), ("two cores", 20)):
         for exact in (True, False):
             overload(name, exact, longer * options.seconds, options.seed)
+            overload(name, exact, longer * options.seconds, options.seed, slower=True)
     return 0
 
 

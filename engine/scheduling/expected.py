@@ -16,20 +16,12 @@ from engine.request import Tenant
 from engine.scheduling.answers import Answers, RunningMean
 from engine.scheduling.forecast import Forecast, Job, Prices
 from engine.scheduling.holdings import Holdings
+from engine.scheduling.margin import Margin
 from engine.scheduling.return_times import ReturnTimes
 from engine.scheduling.sequence import Sequence
 from engine.step import Rows
 from engine.step_costs import StepCosts
 
-_FEW, _MANY = 0.01, 0.03
-"""of those that are let in, how many turn out too late where the margin is too large, or too small"""
-_LOOKED_AT, _FEWEST, _LOOKED_AT_S = 100, 20, 60.0
-"""so many are looked at, or at least so many for so long, before they are few"""
-_MORE, _LESS = 1.2, 0.95
-"""times the margin, then"""
-_LEAST, _MOST = 1.0, 2.0
-_NEAR_S = 0.05
-"""before its deadline: what ends then was not in time"""
 _LAST, _AT_ONCE_S = 16, 1e-6
 """those that came, by which it is told how many come; seconds in which nobody comes"""
 _LEAST_S = 1.0
@@ -59,16 +51,9 @@ class Expected:
         """that run while others wait for them to end"""
         self.steps = 0
         """since the start"""
-        self._margin = 1.25
-        """over what is expected of who comes: so large that few of those that are let in turn out too late"""
-        self._since = self.clock()
-        """when it was changed"""
-        self._refused_at = 0.0
-        """when somebody was, last"""
-        self._came: deque[float] = deque([self._since], maxlen=_LAST)
+        self._margin = Margin(self.clock())
+        self._came: deque[float] = deque([self.clock()], maxlen=_LAST)
         """when the last ones did"""
-        self._kept = self._missed = 0
-        """deadlines of those that came since"""
         self._returns = ReturnTimes()
 
     # -- learning ----------------------------------------------------------------------------------------------------
@@ -92,9 +77,6 @@ class Expected:
         seq.first_step = self.steps
 
     def ended(self, seq: Sequence, by_itself: bool) -> None:
-        late = seq.deadline is not None and self.clock() >= seq.deadline - _NEAR_S
-        if _leads(seq) and (by_itself or late):
-            self._learn(seq, not late)
         tokens, most = _had(seq), seq.max_total - seq.prompt_len
         if seq.params.pooling is not None or seq.group is not None or seq.started_at is None:
             return
@@ -102,43 +84,25 @@ class Expected:
         if seq.first_step and tokens >= _FEWEST_TOKENS and not seq.interrupted:
             self._token_steps.add((self.steps - seq.first_step) / (tokens - 1))
 
-    def _learn(self, seq: Sequence, kept: bool) -> None:
-        """One that was let in has kept its deadline, or has not. Those that came before the margin was what it is say
-        nothing of it: many are late at once; nor do those that were in time because nobody else came."""
-        if seq.deadline is None or seq.arrived_at < self._since or (kept and self._refused_at < seq.arrived_at):
-            return
-        self._kept += kept
-        self._missed += not kept
-        seen, now = self._kept + self._missed, self.clock()
-        if self._missed > max(_MANY * seen, 1):
-            times = _MORE
-        elif seen >= _LOOKED_AT or (seen >= _FEWEST and now - self._since >= _LOOKED_AT_S):
-            times = _LESS if self._missed <= _FEW * seen else 1.0
-        else:
-            return
-        self._margin = min(max(self._margin * times, _LEAST), _MOST)
-        self._since, self._kept, self._missed = now, 0, 0
-
     # -- who comes ---------------------------------------------------------------------------------------------------
 
-    def check(self, request: AddRequest) -> bool:
-        """Whether it is let in for a deadline that can be kept. Raises `TooShortError` where it cannot be kept, or
-        others' that run."""
+    def check(self, request: AddRequest) -> float | None:
+        """Seconds that it will take, if it is let in for a deadline that can be kept. Raises `TooShortError` where it
+        cannot be kept, or others' that run."""
         now = self.clock()
         self._came.append(now)
         self._returns.came(_line(request), now)
         if request.deadline_s is None:
-            return False
+            return None
         job, forecast = self._job(request), self._forecast(request)
         try:
             self._check(request, request.deadline_s, job, forecast)
         except TooShortError as error:
             if self._is_idle(0):
-                return False
-            self._refused_at = now
+                return None
             error.retry_after_s = self._returns.take(_line(request), now, error.retry_after_s, forecast.takes_s(job))
             raise
-        return True
+        return forecast.seconds(job)
 
     def when_room(self, request: AddRequest) -> float:
         """Seconds until one is to ask again for whom there is no place among those that wait."""
@@ -147,15 +111,18 @@ class Expected:
         return self._returns.take(_line(request), now, max(each_s, _LEAST_S), each_s)
 
     def _check(self, request: AddRequest, deadline_s: float, job: Job, forecast: Forecast) -> None:
-        seconds = self._margin * forecast.seconds(job)
+        now, steps = self.clock(), self._steps_left()
+        alone = forecast.running_s(steps)
+        known = [(seq.deadline, seq.arrived_at, seq.forecast_s) for seq in self._running]
+        until, came, expected = np.array(known, dtype=float).reshape(-1, 3).T  # NaN: there is none
+        self._margin.look(now, until - came, expected, now + forecast.running_s(self._steps_left(0.0)) - came)
+        margin, left = self._margin.times, until - now
+        seconds = margin * forecast.seconds(job)
         if seconds > deadline_s:
             raise _too_short(deadline_s, seconds)
-        steps = self._steps_left()
-        left = np.array([seq.deadline for seq in self._running], dtype=float) - self.clock()  # NaN: there is none
-        alone = forecast.running_s(steps)
         beside = alone + forecast.delays_s(steps, job)
         # Those that would be late anyway, beyond all doubt, keep nobody out.
-        late = (alone <= self._margin * left) & (self._margin * beside > left) & (beside > alone)
+        late = (alone <= margin * left) & (margin * beside > left) & (beside > alone)
         late &= self._protected(request)
         if late.any():
             ends = float(alone[late].max())
@@ -180,29 +147,35 @@ class Expected:
         return self._token_steps.mean or 1.0
 
     def _forecast(self, request: AddRequest) -> Forecast:
-        running, rows, waiting = self._running, self._held.rows, self._waiting
-        first, before = waiting.first(), 0.0
+        first, before, waiting = self._waiting.first(), 0.0, self._waiting
         if first is not None and request.priority >= first.key[0]:
             rows_waiting = len(waiting) + self._held.following
             before = rows_waiting * self._before(request.tenant) / max(waiting.num_tokens, 1)
-        prompts, at = np.array([(seq.prompt_len, seq.row) for seq in running], dtype=np.int64).reshape(-1, 2).T
+        prompts, at = np.array([(seq.prompt_len, seq.row) for seq in self._running], dtype=np.int64).reshape(-1, 2).T
+        prompt_tokens = float(np.maximum(prompts - self._held.rows.computed[at], 0).sum())
+        return self._behind(round(before), prompt_tokens)
+
+    def _behind(self, before: int, prompt_tokens: float) -> Forecast:
+        """For one that comes behind as many that wait, while of those that run so much of their prompts is left."""
+        waiting = self._waiting
         return Forecast(
             self._prices,
             Job(self.answers.mean * self._steps_a_token, self._prompts.mean),
             len(self._came) / max(self.clock() - self._came[0], _AT_ONCE_S),
-            len(running),
+            len(self._running),
             self._rows_that_fit(),
-            float(np.maximum(prompts - rows.computed[at], 0).sum()),
-            round(before),
+            prompt_tokens,
+            before,
             waiting.most_tokens / len(waiting) * self._steps_a_token if len(waiting) else math.inf,
+            waiting.num_tokens / len(waiting) * (self._computed.mean or 1.0) if len(waiting) else 0.0,
         )
 
-    def _steps_left(self) -> np.ndarray:
-        """Of those that run, as many as they may well need."""
+    def _steps_left(self, doubt: float = 1.0) -> np.ndarray:
+        """Of those that run, as many as they may well need (`Answers.left`)."""
         running = self._running
         known = [(seq.max_total - seq.prompt_len, _had(seq)) for seq in running]
         most, had = np.array(known, dtype=np.int64).reshape(-1, 2).T
-        return self._steps_a_token * self.answers.left([seq.tenant for seq in running], most, had)
+        return self._steps_a_token * self.answers.left([seq.tenant for seq in running], most, had, doubt)
 
     def _rows_that_fit(self) -> int:
         """At a time: as many as run while others wait."""
@@ -226,7 +199,7 @@ class Expected:
         the policy is fair, not those of another tenant that runs as much as the one who comes would, for its weight."""
         fair = self._held.fair
         own = None if fair is None else fair.share_with(request.tenant)
-        counts = [seq.promised and seq.key[0] <= request.priority for seq in self._running]
+        counts = [seq.forecast_s is not None and seq.key[0] <= request.priority for seq in self._running]
         if own is not None:
             name = request.tenant.name
             accounts = [(seq.tenant == name, seq.account) for seq in self._running]
@@ -242,7 +215,6 @@ class Expected:
         """One that has not begun, and could not end in time if it did now."""
         if not self.would_be_late(seq) or seq.deadline is None:
             return None
-        self._learn(seq, False)
         now, seconds = self.clock(), self._service_s(seq)
         error = _too_short(seq.deadline - now, seconds)
         line, each_s = (seq.tenant, seq.key[0]), seconds / max(len(self._running), 1)
@@ -256,11 +228,10 @@ class Expected:
         return self._service_s(seq) > seq.deadline - self.clock()
 
     def _service_s(self, seq: Sequence) -> float:
-        """Beside as many as run now."""
-        prices = self._prices
+        """Beside as many as run now, and those that follow them."""
         steps = self.answers.expected(seq.tenant, seq.max_total - seq.prompt_len)[0] * self._steps_a_token
-        step_s = prices.step_s + prices.row_s * (len(self._running) + len(seq.siblings))
-        return seq.prompt_len * (self._computed.mean or 1.0) * prices.prompt_token_s + steps * step_s
+        prompt_s = seq.prompt_len * (self._computed.mean or 1.0) * self._prices.prompt_token_s
+        return prompt_s + steps * self._behind(0, 0.0).step_s(len(self._running) + len(seq.siblings))
 
 
 def _line(request: AddRequest) -> tuple[str, int]:

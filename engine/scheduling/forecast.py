@@ -44,6 +44,8 @@ class Forecast:
     """who is before any that comes"""
     waiting_steps: float = math.inf
     """of a row of theirs at most"""
+    waiting_prompt_tokens: float = 0.0
+    """of one of them"""
 
     def step_s(self, rows: float) -> float:
         """What a step takes, with its part of the prompts of those that follow."""
@@ -64,17 +66,19 @@ class Forecast:
 
     def _prompts_s(self) -> float:
         """Of those that run, and of those that are about to."""
-        begin = (self.waiting - self._line) * self.typical.prompt_tokens
+        begin = (self.waiting - self._line) * self.waiting_prompt_tokens
         return self.prices.prompt_token_s * (self.prompt_tokens + begin)
 
     def seconds(self, job: Job) -> float:
         """Until that one, which comes now, has ended."""
-        starts = 0.0
+        starts_s, prices = 0.0, self.prices
         if self.running + self.waiting + job.rows > self.rows:
-            steps = self.typical.steps
-            starts = (self._line * min(steps, self.waiting_steps) + steps) / max(self.rows, 1)
-        own = job.prompt_tokens * self.prices.prompt_token_s
-        return (starts + job.steps) * self._beside(job) + self._prompts_s() + own
+            typical, rows = self.typical, max(self.rows, 1)
+            prompts_s = self._line * self.waiting_prompt_tokens * prices.prompt_token_s
+            steps = (self._line * min(typical.steps, self.waiting_steps) + typical.steps) / rows
+            starts_s = steps * (prices.step_s + rows * prices.row_s) + prompts_s
+        own = job.prompt_tokens * prices.prompt_token_s
+        return starts_s + job.steps * self._beside(job) + self._prompts_s() + own
 
     def takes_s(self, job: Job) -> float:
         """Of the time of a server that runs as many as now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from engine.core.wire import AddRequest
 from engine.errors import QueueFullError
 from engine.request import NOBODY, Tenant
 from engine.scheduling.expected import Expected
+from engine.scheduling.margin import Margin
 from engine.scheduling.sequence import Sequence
 from engine.step import RowParams, Rows
 
@@ -54,7 +56,7 @@ class Server:
         self.scheduler, self.now = self.loop.scheduler, 1000.0
         self.expected: Expected = self.scheduler._expected
         self.expected.clock = lambda: self.now
-        self.expected._since = self.now
+        self.expected._margin = Margin(self.now)
         costs = self.scheduler._costs
         for turn in range(400):
             num = 1 + turn % 8
@@ -92,7 +94,7 @@ def test_who_cannot_be_in_time_is_refused_told_when_to_ask_again_and_leaves_noth
     server.add(_request("runs", 200))
     server.turns(2)
     server.add(_request("waits", 200))
-    needs = server.expected._margin * server.expected.seconds(_request("x", 100))
+    needs = server.expected._margin.times * server.expected.seconds(_request("x", 100))
     assert needs > 1.25 * 0.8 * 500 * (STEP_S + ROW_S)
     with pytest.raises(QueueFullError, match="too short: by what waits and runs") as error:
         server.add(_request("x", 100, deadline_s=needs - 1))
@@ -249,6 +251,16 @@ def test_if_few_come_their_prompts_are_not_what_steps_are_made_of() -> None:
     assert needs[0] > 1.5 * needs[1]
 
 
+def _sequence(server: Server, tokens: int = 1) -> Sequence:
+    running = _request("s", 100)
+    server.add(running)
+    seq = server.scheduler._live["s"]
+    server.scheduler.abort(["s"])
+    seq.tokens += [1] * tokens
+    seq.arrived_at = seq.started_at = server.now
+    return seq
+
+
 def test_of_a_prompt_counts_what_no_cache_had() -> None:
     server = Server()
     server.add(_request("runs", 1000))
@@ -288,65 +300,33 @@ def test_drafts_that_are_right_make_answers_shorter() -> None:
 # -- the margin --------------------------------------------------------------------------------------------------------
 
 
-def _sequence(server: Server, tokens: int = 1) -> Sequence:
-    running = _request("s", 100)
-    server.add(running)
-    seq = server.scheduler._live["s"]
-    server.scheduler.abort(["s"])
-    seq.tokens += [1] * tokens
-    seq.arrived_at = seq.started_at = server.now
-    return seq
+def _close(server: Server, name: str) -> AddRequest:
+    """It is let in, and has no time to lose."""
+    needs = server.expected._margin.times * server.expected.seconds(_request(name, 100))
+    return _request(name, 100, deadline_s=1.01 * needs)
 
 
-def _learn(server: Server, kept: bool, came: float | None = None) -> None:
-    """While others are refused."""
-    seq = _sequence(server)
-    server.expected._refused_at = seq.arrived_at = server.now if came is None else came
-    seq.deadline = seq.arrived_at + 10
-    server.expected._learn(seq, kept)
-
-
-@pytest.mark.parametrize(("kept", "limit"), [(True, 1.0), (False, 2.0)])
-def test_the_margin_follows_what_became_of_those_that_were_let_in(kept: bool, limit: float) -> None:
+@pytest.mark.parametrize(("slower", "least", "most"), [(1.0, 1.2, 1.25), (1.6, 1.5, 1.65), (9.0, 2.0, 2.0)])
+def test_if_those_that_run_take_longer_than_was_expected_whoever_comes_is_held_to_it(
+    slower: float, least: float, most: float
+) -> None:
     server = Server()
-    for _ in range(1000):
-        _learn(server, kept)
-    assert server.expected._margin == limit
+    server.add(_close(server, "runs"))
+    server.turns(2)
+    ones, n, nn, s, ns = server.scheduler._costs._sums
+    server.scheduler._costs._sums = ones, n, nn, slower * s, slower * ns
+    with suppress(QueueFullError):
+        server.add(_request("comes", 10, deadline_s=1000.0))
+    assert least <= server.expected._margin.times <= most
 
 
-def test_one_of_fifty_is_what_is_wanted() -> None:
+def test_one_that_had_time_to_lose_says_nothing() -> None:
     server = Server()
-    for number in range(50 * 30):
-        _learn(server, number % 50 != 25)
-    assert server.expected._margin == 1.25
-
-
-def test_many_that_are_late_at_once_count_once() -> None:
-    """They came while the margin was another."""
-    server = Server()
-    came = server.now
-    for _ in range(30):
-        server.now += 0.1
-        _learn(server, False, came)
-    assert server.expected._margin == pytest.approx(1.25 * 1.2)
-
-
-def test_those_that_were_in_time_because_nobody_else_came_say_nothing() -> None:
-    server = Server()
-    for _ in range(1000):
-        seq = _sequence(server)
-        seq.deadline = server.now + 10
-        server.expected._learn(seq, kept=True)
-    assert server.expected._margin == 1.25
-
-
-def test_where_few_come_a_minute_is_long_enough() -> None:
-    server = Server()
-    server.expected._margin = 2.0
-    for _ in range(10 * 20):
-        server.now += 3.2
-        _learn(server, True)
-    assert server.expected._margin == pytest.approx(max(2.0 * 0.95**10, 1.0))
+    server.add(_request("runs", 100, deadline_s=1000.0))
+    server.turns(2)
+    server.now += 900.0
+    server.add(_request("comes", 10, deadline_s=1000.0))
+    assert server.expected._margin.times == 1.25
 
 
 def _tries(server: Server, clients: int, told: Callable[[float], float]) -> list[int]:

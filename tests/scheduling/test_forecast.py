@@ -16,12 +16,17 @@ TYPICAL = Job(40, 100)
 
 
 def _forecast(running: int, rows: int = 64, arrivals: float = OFTEN, waiting: int = 0, prompt: int = 0) -> Forecast:
-    return Forecast(PRICES, TYPICAL, arrivals, running, rows, prompt, waiting)
+    return Forecast(
+        PRICES, TYPICAL, arrivals, running, rows, prompt, waiting, waiting_prompt_tokens=TYPICAL.prompt_tokens
+    )
 
 
-def _played(left: list[int], new: Job, rows: int, arrivals: float = OFTEN, waiting: int = 0) -> float:
+def _played(
+    left: list[int], new: Job, rows: int, arrivals: float = OFTEN, waiting: int = 0, short: float = TYPICAL.steps
+) -> float:
     """When the new one has ended: rows are taken in order, prompts are computed as their rows are taken, every step has
-    a part for each row, and those that come are typical ones, one after the other."""
+    a part for each row, and those that come are typical ones, one after the other; those that wait need `short`
+    steps."""
     others = [float(steps) for steps in left]
     now = new.prompt_tokens * PRICES.prompt_token_s
     came, to_go, width = 0.0, new.steps, new.rows
@@ -31,7 +36,7 @@ def _played(left: list[int], new: Job, rows: int, arrivals: float = OFTEN, waiti
         starts = starts or (not line and len(others) + width <= rows)
         while line and len(others) < rows:  # they begin before it
             line -= 1
-            others.append(TYPICAL.steps)
+            others.append(short)
             now += TYPICAL.prompt_tokens * PRICES.prompt_token_s
         while starts and len(others) < min(len(left), rows - width) and came < now * arrivals:
             came += 1
@@ -81,11 +86,21 @@ def test_where_all_rows_are_taken_it_waits_until_those_before_it_have_begun(wait
     assert _forecast(rows, rows, waiting=waiting).seconds(new) == pytest.approx(played, rel=0.15)
 
 
+@pytest.mark.parametrize("short", [1, 10, 30])
+def test_short_answers_that_wait_bring_their_prompts_all_the_same(short: int) -> None:
+    dice, rows, new = random.Random(3), 10, Job(60, 100)
+    left = [1 + int(each * TYPICAL.steps / rows) for each in range(rows)]
+    dice.shuffle(left)
+    played = _played(left, new, rows, waiting=100, short=short)
+    forecast = replace(_forecast(rows, rows, waiting=100), waiting_steps=float(short))
+    assert forecast.seconds(new) == pytest.approx(played, rel=0.15)
+
+
 def test_who_waits_for_little_holds_nobody_up() -> None:
     typical, short = _forecast(10, 10, waiting=40), replace(_forecast(10, 10, waiting=40), waiting_steps=1.0)
     job = Job(5, 0)
     assert replace(typical, waiting_steps=2.0 * TYPICAL.steps).seconds(job) == typical.seconds(job)
-    spared = 40 * (TYPICAL.steps - 1) / 10 * typical.step_s(10)
+    spared = 40 * (TYPICAL.steps - 1) / 10 * (PRICES.step_s + 10 * PRICES.row_s)
     assert typical.seconds(job) - short.seconds(job) == pytest.approx(spared)
 
 
