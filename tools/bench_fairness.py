@@ -55,7 +55,7 @@ class Slower:
     def __init__(self, seed: int) -> None:
         dice, at = random.Random(f"{seed} pace"), 0.0
         self.parts: list[tuple[float, float]] = []
-        while at < 3600.0:
+        while at < 86400.0:
             at += dice.uniform(10.0, 40.0)
             self.parts.append((at, dice.choice([1.0, 1.0, 1.35])))
 

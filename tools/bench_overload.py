@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 REFUSED = {429, 503}
 AT_ONCE_S = 1.0
@@ -45,8 +45,10 @@ class Load:
         self.options, self.model = options, model
         self.random = random.Random(options.seed)
         self.deadline: float | None = None
-        self.host = urlsplit(options.url).hostname or "127.0.0.1"
-        self.port = urlsplit(options.url).port or 80
+        url = urlsplit(options.url)
+        if url.scheme != "http" or url.path.strip("/"):
+            raise SystemExit(f"{options.url}: http://HOST[:PORT] is wanted")
+        self.host, self.port = url.hostname or "127.0.0.1", url.port or 80
 
     def request(self) -> bytes:
         length = round(self.options.input_len * self.random.uniform(0.5, 1.5))
@@ -54,7 +56,7 @@ class Load:
         tokens = round(self.options.output_len * self.random.uniform(0.5, 1.5))
         asked = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         body = json.dumps(asked).encode()
-        headers = f"host: {self.host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        headers = f"host: {self.host}:{self.port}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         if self.deadline is not None:
             headers += f"x-request-timeout: {self.deadline}\r\n"
         return f"POST /v1/completions HTTP/1.1\r\n{headers}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -80,17 +82,19 @@ class Load:
             seen.failed[type(error).__name__] += 1
             return
         took = time.perf_counter() - began
-        head = reply.partition(b"\r\n\r\n")[0].decode("latin-1").lower()
-        status = int(head.split(" ", 2)[1]) if head else 0
+        head, _, body = reply.decode("utf-8", "replace").partition("\r\n\r\n")
+        first, status = head.split(" ", 2), 0
+        if first[0].startswith("HTTP/") and body.endswith("}"):  # else it broke off
+            status = int(first[1])
         if status == 200:
             seen.in_time_s.append(took)
         elif status in REFUSED and took <= AT_ONCE_S:
             seen.refused_s.append(took)
-            seen.with_retry_after += "\r\nretry-after:" in head
+            seen.with_retry_after += "\r\nretry-after:" in head.lower()
         elif status in {504, *REFUSED}:
             seen.late += 1
         else:
-            seen.failed[f"HTTP {status}: {reply[-100:].decode('utf-8', 'replace')}"] += 1
+            seen.failed[f"HTTP {status}: {reply[-100:]!r}"] += 1
 
     async def closed(self, seconds: float) -> float:
         """Answers a second to clients that always wait for one."""
@@ -137,7 +141,7 @@ def told(seen: Seen, rate: float, seconds: float) -> dict[str, object]:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, object]:
-    with urlopen(options.url.rstrip("/") + "/v1/models") as models:
+    with build_opener(ProxyHandler({})).open(options.url.rstrip("/") + "/v1/models") as models:
         load = Load(options, json.load(models)["data"][0]["id"])
     await load.closed(options.find_seconds / 3)
     load.deadline = options.deadline

@@ -36,11 +36,13 @@ class Expected:
         held: Holdings,
         costs: StepCosts,
         rows: int,
+        budget: int,
         stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rows`: sequences that run at a time, of which each step has one in `stages`."""
-        self._held, self._costs, self._rows, self._stages, self.clock = held, costs, rows, stages, clock
+        """`rows`: sequences that run at a time, of which each step has one in `stages`. `budget`: tokens of a step."""
+        self._held, self._costs, self._rows, self._budget, self._stages = held, costs, rows, budget, stages
+        self.clock = clock
         self._waiting, self._running = held.waiting, held.running
         self.answers = Answers()
         self._token_steps = RunningMean()
@@ -52,6 +54,8 @@ class Expected:
         self.steps = 0
         """since the start"""
         self._margin = Margin(self.clock())
+        self._looked_at = 0
+        """in which step it was"""
         self._came: deque[float] = deque([self.clock()], maxlen=_LAST)
         """when the last ones did"""
         self._returns = ReturnTimes()
@@ -113,9 +117,12 @@ class Expected:
     def _check(self, request: AddRequest, deadline_s: float, job: Job, forecast: Forecast) -> None:
         now, steps = self.clock(), self._steps_left()
         alone = forecast.running_s(steps)
-        known = [(seq.deadline, seq.arrived_at, seq.forecast_s) for seq in self._running]
+        # One of each request says what it was promised.
+        known = [(seq.deadline, seq.arrived_at, seq.forecast_s if _leads(seq) else None) for seq in self._running]
         until, came, expected = np.array(known, dtype=float).reshape(-1, 3).T  # NaN: there is none
-        self._margin.look(now, until - came, expected, now + forecast.running_s(self._steps_left(0.0)) - came)
+        if self._looked_at != self.steps:
+            self._looked_at, takes = self.steps, now + forecast.known_s(self._steps_left(doubt=0.0)) - came
+            self._margin.look(now, deadline_s, until - came, expected, takes)
         margin, left = self._margin.times, until - now
         seconds = margin * forecast.seconds(job)
         if seconds > deadline_s:
@@ -167,7 +174,8 @@ class Expected:
             prompt_tokens,
             before,
             waiting.most_tokens / len(waiting) * self._steps_a_token if len(waiting) else math.inf,
-            waiting.num_tokens / len(waiting) * (self._computed.mean or 1.0) if len(waiting) else 0.0,
+            waiting.num_tokens / max(len(waiting) + self._held.following, 1) * (self._computed.mean or 1.0),
+            self._budget,
         )
 
     def _steps_left(self, doubt: float = 1.0) -> np.ndarray:

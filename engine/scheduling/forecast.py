@@ -46,12 +46,15 @@ class Forecast:
     """of a row of theirs at most"""
     waiting_prompt_tokens: float = 0.0
     """of one of them"""
+    step_tokens: float = 1e9
+    """that a step computes at most"""
 
     def step_s(self, rows: float) -> float:
         """What a step takes, with its part of the prompts of those that follow."""
         typical, prices = self.typical, self.prices
         alone, prompt_s = prices.step_s + rows * prices.row_s, typical.prompt_tokens * prices.prompt_token_s
-        all_follow = alone + rows * prompt_s / max(typical.steps, 1.0)
+        most_s = self.step_tokens * prices.prompt_token_s
+        all_follow = alone + min(rows * prompt_s / max(typical.steps, 1.0), most_s)
         left = 1.0 - prompt_s * self.arrivals_per_s  # of the time, after the prompts of all that come
         return min(all_follow, alone / left) if left > 0.0 else all_follow
 
@@ -89,6 +92,12 @@ class Forecast:
     def running_s(self, steps: np.ndarray) -> np.ndarray:
         """Until those that run have ended that have so many steps to go, float64."""
         seconds: np.ndarray = steps * self.step_s(min(self.running + self.waiting, self.rows)) + self._prompts_s()
+        return seconds
+
+    def known_s(self, steps: np.ndarray) -> np.ndarray:
+        """As `running_s`, but for what only waits, and with no more of the others' prompts than fits into its steps."""
+        prompts = np.minimum(self.prompt_tokens, steps * self.step_tokens)
+        seconds: np.ndarray = steps * self.step_s(min(self.running, self.rows)) + prompts * self.prices.prompt_token_s
         return seconds
 
     def delays_s(self, steps: np.ndarray, job: Job) -> np.ndarray:

@@ -76,7 +76,8 @@ class Scheduler:
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._running = self._held.running
-        self._expected = Expected(self._held, self._costs, config.max_num_seqs, config.stages, clock)
+        budget = config.max_num_batched_tokens
+        self._expected = Expected(self._held, self._costs, config.max_num_seqs, budget, config.stages, clock)
         self._outcomes = Outcomes(self._held, self._speculation, self._expected)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows = self._held.rows

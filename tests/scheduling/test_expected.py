@@ -4,76 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 
-import numpy as np
 import pytest
 from msgspec.structs import replace as changed
-from scheduler_loop import Loop
+from priced_server import PROMPT_S, ROW_S, STEP_S, Server
+from priced_server import request_of as _request
 
-from engine.core.wire import AddRequest
 from engine.errors import QueueFullError
-from engine.request import NOBODY, Tenant
-from engine.scheduling.expected import Expected
-from engine.scheduling.margin import Margin
+from engine.request import Tenant
 from engine.scheduling.sequence import Sequence
-from engine.step import RowParams, Rows
-
-STEP_S, ROW_S, PROMPT_S = 0.01, 0.005, 0.001
-
-
-def _request(
-    name: str,
-    max_tokens: int,
-    deadline_s: float | None = None,
-    prompt: int = 4,
-    tenant: Tenant = NOBODY,
-    priority: int = 0,
-) -> AddRequest:
-    return AddRequest(
-        request_id=name,
-        prompt_token_ids=[1] * prompt,
-        params=RowParams(seed=0),
-        max_tokens=max_tokens,
-        tenant=tenant,
-        priority=priority,
-        deadline_s=deadline_s,
-    )
-
-
-class Server:
-    """A scheduler that has seen answers as long as was allowed, and steps that cost what those of above do."""
-
-    def __init__(self, rows: int = 8, policy: str = "fcfs", num_blocks: int = 4096) -> None:
-        self.loop = Loop(
-            rows=rows,
-            num_blocks=num_blocks,
-            budget=64,
-            max_model_len=2048,
-            policy=policy,
-            caching=False,  # type: ignore[arg-type]
-        )
-        self.scheduler, self.now = self.loop.scheduler, 1000.0
-        self.expected: Expected = self.scheduler._expected
-        self.expected.clock = lambda: self.now
-        self.expected._margin = Margin(self.now)
-        costs = self.scheduler._costs
-        for turn in range(400):
-            num = 1 + turn % 8
-            costs.observe(Rows(np.ones((5, num), dtype=np.int32)), 0, STEP_S + ROW_S * num)
-        costs.prompt_token_s, self._sums = PROMPT_S, costs._sums
-        for index in range(400):
-            most = 10 + 37 * (index % 11)
-            self.expected.answers.ended("", most, most, by_itself=True)
-
-    def add(self, request: AddRequest) -> None:
-        self.scheduler.add(request)
-
-    def turns(self, count: int) -> None:
-        for _ in range(count):
-            self.loop.turn()
-        costs = self.scheduler._costs
-        costs._decodes_s, costs.prompt_token_s, costs._sums = STEP_S, PROMPT_S, self._sums
 
 
 def test_it_is_told_how_long_its_steps_take_beside_those_that_run() -> None:
@@ -295,38 +234,6 @@ def test_drafts_that_are_right_make_answers_shorter() -> None:
         seq.first_step, server.expected.steps = 0, 10**6  # begun by another core: nothing is known
         server.expected.ended(seq, by_itself=True)
     assert server.expected.seconds(_request("x", 100)) == pytest.approx(before / 3, rel=0.1)
-
-
-# -- the margin --------------------------------------------------------------------------------------------------------
-
-
-def _close(server: Server, name: str) -> AddRequest:
-    """It is let in, and has no time to lose."""
-    needs = server.expected._margin.times * server.expected.seconds(_request(name, 100))
-    return _request(name, 100, deadline_s=1.01 * needs)
-
-
-@pytest.mark.parametrize(("slower", "least", "most"), [(1.0, 1.2, 1.25), (1.6, 1.5, 1.65), (9.0, 2.0, 2.0)])
-def test_if_those_that_run_take_longer_than_was_expected_whoever_comes_is_held_to_it(
-    slower: float, least: float, most: float
-) -> None:
-    server = Server()
-    server.add(_close(server, "runs"))
-    server.turns(2)
-    ones, n, nn, s, ns = server.scheduler._costs._sums
-    server.scheduler._costs._sums = ones, n, nn, slower * s, slower * ns
-    with suppress(QueueFullError):
-        server.add(_request("comes", 10, deadline_s=1000.0))
-    assert least <= server.expected._margin.times <= most
-
-
-def test_one_that_had_time_to_lose_says_nothing() -> None:
-    server = Server()
-    server.add(_request("runs", 100, deadline_s=1000.0))
-    server.turns(2)
-    server.now += 900.0
-    server.add(_request("comes", 10, deadline_s=1000.0))
-    assert server.expected._margin.times == 1.25
 
 
 def _tries(server: Server, clients: int, told: Callable[[float], float]) -> list[int]:

@@ -112,6 +112,20 @@ def test_those_that_run_end_as_late_as_that_makes_them() -> None:
     assert forecast.delays_s(steps, new) == pytest.approx(later)
 
 
+def test_of_others_prompts_no_more_is_known_to_be_in_its_way_than_fits_into_its_steps() -> None:
+    forecast, steps = replace(_forecast(5, waiting=3, arrivals=0.0, prompt=1500), step_tokens=64), np.array([2.0, 60.0])
+    prompts = np.array([128, 1500]) * PRICES.prompt_token_s
+    assert forecast.known_s(steps) == pytest.approx(steps * forecast.step_s(5) + prompts)
+    assert (forecast.running_s(steps) > forecast.known_s(steps)).all()
+
+
+def test_prompts_of_those_that_follow_take_no_more_of_a_step_than_it_has_room_for() -> None:
+    often = replace(_forecast(10), typical=Job(1.0, 1500))
+    bare = PRICES.step_s + 10 * PRICES.row_s
+    assert often.step_s(10) == pytest.approx(bare + 10 * 1500 * PRICES.prompt_token_s)
+    assert replace(often, step_tokens=64).step_s(10) == pytest.approx(bare + 64 * PRICES.prompt_token_s)
+
+
 def test_who_waits_in_line_delays_nobody_that_runs() -> None:
     forecast, steps = _forecast(5, rows=5, waiting=2), np.array([10.0, 60.0])
     assert not forecast.delays_s(steps, Job(50, 200)).any()

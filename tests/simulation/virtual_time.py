@@ -59,10 +59,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
-        """What the engine reads of clocks is this loop's time."""
-        kept = time.monotonic, time.perf_counter
+        """What the engine reads of clocks is this loop's time; whoever sleeps in its thread stops all."""
+        kept = time.monotonic, time.perf_counter, time.sleep
         time.monotonic = time.perf_counter = self.time  # type: ignore[assignment]
+        time.sleep = self.jump
         try:
             yield
         finally:
-            time.monotonic, time.perf_counter = kept
+            time.monotonic, time.perf_counter, time.sleep = kept
