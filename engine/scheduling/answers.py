@@ -91,11 +91,11 @@ class Answers:
         mean = min(constant + part * most, most)
         return mean, min(_SURE * (more + more_part * most), most - mean)
 
-    def left(self, tenants: list[str], most: np.ndarray, had: np.ndarray, doubt: float = 1.0) -> np.ndarray:
+    def left(self, tenants: list[str], most: np.ndarray, had: np.ndarray) -> np.ndarray:
         """Of those that have `had` tokens by now of at most `most`, int64: how many may well be to come, float64. Of
-        one that is longer than that: `doubt` times as many as answers differ."""
+        one that is longer than that: as many as answers differ."""
         lines = {tenant: self._of.get(tenant, self._all).line() for tenant in set(tenants)}
         constant, part, more, more_part = np.array([lines[tenant] for tenant in tenants]).reshape(-1, 4).T
         mean, more = constant + part * most, more + more_part * most
-        left: np.ndarray = np.minimum(np.maximum(mean + _SURE * more - had, doubt * more), most - had)
+        left: np.ndarray = np.minimum(np.maximum(mean + _SURE * more - had, more), most - had)
         return left

@@ -62,7 +62,7 @@ class Arrivals:
             raise QueueFullError(
                 f"{full} (--max-waiting {self._config.max_waiting})", self._expected.when_room(request)
             )
-        forecast_s = self._expected.check(request)
+        promised = self._expected.check(request)
         start = None if request.grammar is None else self._constrained.start(request.grammar)
         if request.pin is not None:
             prompt_len = len(request.prompt_token_ids)
@@ -73,7 +73,7 @@ class Arrivals:
             first.max_blocks = need
             assert first.group is not None
             for member in first.group.members:
-                member.forecast_s = forecast_s
+                member.promised = promised
             self._queue(request, first.group.members, start)
             return
         leader = self._open(request, request.request_id, request.params, max_total)
@@ -84,7 +84,7 @@ class Arrivals:
         ]
         samples = [leader, *others]
         for seq in samples:
-            seq.siblings, seq.max_blocks, seq.forecast_s = samples, need, forecast_s
+            seq.siblings, seq.max_blocks, seq.promised = samples, need, promised
         for seq, had in zip(samples, request.resumed, strict=False):  # none: all are new
             seq.tokens += had.token_ids
             seq.next_prompt_logprob += had.prompt_logprobs

@@ -90,9 +90,9 @@ class Expected:
 
     # -- who comes ---------------------------------------------------------------------------------------------------
 
-    def check(self, request: AddRequest) -> float | None:
-        """Seconds that it will take, if it is let in for a deadline that can be kept. Raises `TooShortError` where it
-        cannot be kept, or others' that run."""
+    def check(self, request: AddRequest) -> tuple[float, float] | None:
+        """Seconds and steps that it will take, if it is let in for a deadline that can be kept. Raises `TooShortError`
+        where it cannot be kept, or others' that run."""
         now = self.clock()
         self._came.append(now)
         self._returns.came(_line(request), now)
@@ -106,7 +106,7 @@ class Expected:
                 return None
             error.retry_after_s = self._returns.take(_line(request), now, error.retry_after_s, forecast.takes_s(job))
             raise
-        return forecast.seconds(job)
+        return forecast.seconds(job), job.steps
 
     def when_room(self, request: AddRequest) -> float:
         """Seconds until one is to ask again for whom there is no place among those that wait."""
@@ -117,12 +117,10 @@ class Expected:
     def _check(self, request: AddRequest, deadline_s: float, job: Job, forecast: Forecast) -> None:
         now, steps = self.clock(), self._steps_left()
         alone = forecast.running_s(steps)
-        # One of each request says what it was promised.
-        known = [(seq.deadline, seq.arrived_at, seq.forecast_s if _leads(seq) else None) for seq in self._running]
-        until, came, expected = np.array(known, dtype=float).reshape(-1, 3).T  # NaN: there is none
+        until = np.array([seq.deadline for seq in self._running], dtype=float)  # NaN: there is none
         if self._looked_at != self.steps:
-            self._looked_at, takes = self.steps, now + forecast.known_s(self._steps_left(doubt=0.0)) - came
-            self._margin.look(now, deadline_s, until - came, expected, takes)
+            self._looked_at = self.steps
+            self._look(now, deadline_s, until, forecast)
         margin, left = self._margin.times, until - now
         seconds = margin * forecast.seconds(job)
         if seconds > deadline_s:
@@ -134,6 +132,16 @@ class Expected:
         if late.any():
             ends = float(alone[late].max())
             raise TooShortError(f"what runs would miss its deadlines beside this; it ends in {ends:.3g} s", ends)
+
+    def _look(self, now: float, deadline_s: float, until: np.ndarray, forecast: Forecast) -> None:
+        """One of each request says how much longer its steps take than was expected: as many as were expected, not as
+        many as it turns out to need, which is nobody else's fault."""
+        nothing = math.nan, math.nan
+        known = [(seq.arrived_at, _had(seq), *((_leads(seq) and seq.promised) or nothing)) for seq in self._running]
+        came, had, expected, promised = np.array(known, dtype=float).reshape(-1, 4).T
+        left = promised - had * self._steps_a_token
+        expected[~(left >= 0.0)] = math.nan
+        self._margin.look(now, deadline_s, until - came, expected, now + forecast.known_s(left) - came)
 
     def seconds(self, request: AddRequest) -> float:
         """Until its end, as far as is known."""
@@ -178,12 +186,12 @@ class Expected:
             self._budget,
         )
 
-    def _steps_left(self, doubt: float = 1.0) -> np.ndarray:
-        """Of those that run, as many as they may well need (`Answers.left`)."""
+    def _steps_left(self) -> np.ndarray:
+        """Of those that run, as many as they may well need."""
         running = self._running
         known = [(seq.max_total - seq.prompt_len, _had(seq)) for seq in running]
         most, had = np.array(known, dtype=np.int64).reshape(-1, 2).T
-        return self._steps_a_token * self.answers.left([seq.tenant for seq in running], most, had, doubt)
+        return self._steps_a_token * self.answers.left([seq.tenant for seq in running], most, had)
 
     def _rows_that_fit(self) -> int:
         """At a time: as many as run while others wait."""
@@ -207,7 +215,7 @@ class Expected:
         the policy is fair, not those of another tenant that runs as much as the one who comes would, for its weight."""
         fair = self._held.fair
         own = None if fair is None else fair.share_with(request.tenant)
-        counts = [seq.forecast_s is not None and seq.key[0] <= request.priority for seq in self._running]
+        counts = [seq.promised is not None and seq.key[0] <= request.priority for seq in self._running]
         if own is not None:
             name = request.tenant.name
             accounts = [(seq.tenant == name, seq.account) for seq in self._running]

@@ -70,8 +70,8 @@ class Sequence:
     """it was preempted"""
     arrived_at: float = 0.0
     """on the scheduler's clock"""
-    forecast_s: float | None = None
-    """what it was expected to take, if it was let in for a deadline that could be kept"""
+    promised: tuple[float, float] | None = None
+    """seconds and steps that it was expected to take, if it was let in for a deadline that could be kept"""
     deadline: float | None = None
     """when it is to have ended, on that clock"""
     max_blocks: int = 0

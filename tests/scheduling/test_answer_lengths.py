@@ -58,8 +58,6 @@ def test_what_may_be_left_of_one_that_is_longer_than_expected_is_how_far_they_di
     assert left[:2] == pytest.approx([mean + more, mean + more - 100])
     assert 20 < left[2] < more and left[3] == 1
     assert answers.left([], most[:0], had[:0]).shape == (0,)
-    undoubted = answers.left(["a"] * 4, most, had, doubt=0.0)
-    assert undoubted[:2] == pytest.approx(left[:2]) and not undoubted[2:].any()
 
 
 def test_of_several_tenants_it_is_by_their_own_answers() -> None:

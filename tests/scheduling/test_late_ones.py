@@ -11,6 +11,7 @@ from priced_server import request_of as _request
 
 from engine.core.wire import AddRequest, BeamParams, Follower
 from engine.errors import QueueFullError
+from engine.request import Tenant
 
 
 def _close(server: Server, name: str) -> AddRequest:
@@ -33,6 +34,22 @@ def test_if_those_that_run_take_longer_than_was_expected_whoever_comes_is_held_t
     assert least <= server.expected._margin.times <= most
 
 
+def test_that_its_answer_is_longer_than_others_were_is_nobody_elses_fault() -> None:
+    """Whoever wants others to be refused could make it so."""
+    server = Server()
+    for _ in range(400):
+        server.expected.answers.ended("liar", 40, 400, by_itself=True)
+    tenant = Tenant("liar")
+    needs = server.expected.seconds(_request("x", 400, tenant=tenant))
+    server.add(_request("runs", 400, deadline_s=1.26 * needs, tenant=tenant))
+    for _ in range(100):
+        server.turns(1)
+        server.now += STEP_S + ROW_S
+        with suppress(QueueFullError):
+            server.expected.check(_request("comes", 10, deadline_s=1000.0))
+        assert server.expected._margin.times <= 1.26
+
+
 def test_prompts_that_only_wait_make_none_late_that_runs() -> None:
     """Whoever sends them could leave again, and others would be refused for it."""
     server = Server(rows=2)
@@ -50,7 +67,7 @@ def test_many_samples_have_one_voice() -> None:
     server = Server(rows=8, num_blocks=65536)
     search = BeamParams(width=4, length_penalty=1.0)
     server.add(changed(_request("beams", 100, deadline_s=100.0), beams=search, followers=_followers("b", 3)))
-    assert all(seq.forecast_s is not None for seq in server.scheduler._live["beams"].siblings)
+    assert all(seq.promised is not None for seq in server.scheduler._live["beams"].siblings)
     server.scheduler.abort(["beams"])
     server.add(_request("alone", 100, deadline_s=60.0))
     server.turns(2)
