@@ -162,13 +162,14 @@ class Expected:
         return self._token_steps.mean or 1.0
 
     def _forecast(self, request: AddRequest) -> Forecast:
-        first, before, waiting = self._waiting.first(), 0.0, self._waiting
+        first, waiting = self._waiting.first(), self._waiting
+        rows_waiting = len(waiting) + self._held.following
+        before = min(rows_waiting, max(self._rows_that_fit() - len(self._running), 0))  # for whom there is a row
         if first is not None and request.priority >= first.key[0]:
-            rows_waiting = len(waiting) + self._held.following
-            before = rows_waiting * self._before(request.tenant) / max(waiting.num_tokens, 1)
+            before = max(before, round(rows_waiting * self._before(request.tenant) / max(waiting.num_tokens, 1)))
         prompts, at = np.array([(seq.prompt_len, seq.row) for seq in self._running], dtype=np.int64).reshape(-1, 2).T
         prompt_tokens = float(np.maximum(prompts - self._held.rows.computed[at], 0).sum())
-        return self._behind(round(before), prompt_tokens)
+        return self._behind(before, prompt_tokens)
 
     def _behind(self, before: int, prompt_tokens: float) -> Forecast:
         """For one that comes behind as many that wait, while of those that run so much of their prompts is left."""

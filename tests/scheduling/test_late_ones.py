@@ -50,6 +50,16 @@ def test_that_its_answer_is_longer_than_others_were_is_nobody_elses_fault() -> N
         assert server.expected._margin.times <= 1.26
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_those_for_whom_there_is_a_row_run_beside_whoever_comes_though_they_have_not_begun(policy: str) -> None:
+    server = Server(policy=policy)
+    others, own = Tenant("others"), Tenant("own")
+    for index in range(5):
+        server.add(_request(f"r{index}", 100, tenant=others))
+    seconds = server.expected.seconds(_request("x", 100, tenant=own, priority=-1))
+    assert seconds == pytest.approx(100 * (STEP_S + 6 * ROW_S), rel=0.1)
+
+
 def test_prompts_that_only_wait_make_none_late_that_runs() -> None:
     """Whoever sends them could leave again, and others would be refused for it."""
     server = Server(rows=2)
