@@ -13,6 +13,7 @@ from engine.errors import EngineError, QueueFullError
 from engine.kv_cache.prefix import PrefixHit
 from engine.kv_cache.sequence_blocks import NO_GROWTH
 from engine.kv_cache.swapping import blocks_to_go_on
+from engine.scheduling.crowds import Crowds
 from engine.scheduling.expected import Expected
 from engine.scheduling.holdings import Holdings, urgency
 from engine.scheduling.placement import Placement
@@ -28,8 +29,11 @@ MOST_PASSED = 32
 
 
 class Admission:
-    def __init__(self, config: SchedulerConfig, held: Holdings, placement: Placement, expected: Expected) -> None:
+    def __init__(
+        self, config: SchedulerConfig, held: Holdings, placement: Placement, expected: Expected, crowds: Crowds
+    ) -> None:
         self._config, self._held, self._placement, self._expected = config, held, placement, expected
+        self._crowds = crowds
         self._kv, self._rows = held.kv, held.rows
         self._waiting, self._running = held.waiting, held.running
         self._blocked: tuple[Sequence, int] | None = None
@@ -37,9 +41,21 @@ class Admission:
         self.prompt_tokens = 0
         """of all that have started"""
 
+    def begin(self, draft: StepDraft, prefilling: list[Sequence]) -> None:
+        """Those are half-way with their prompts, and share the step with who starts next."""
+        if self._held.fair is None:
+            return
+        needs = [(seq, self._rows.remaining(seq)) for seq in prefilling]
+        first = self.next()
+        if first is not None and not self._crowds.has(first) and not self._is_blocked(first, self._held.room):
+            needs.append((first, self._need(first, draft.budget) or 0))
+        self._crowds.begin(bool(draft.tentative or len(draft.plain)), needs)
+
     def admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
         while draft.budget > 0 and (seq := self.next()) is not None:
+            if not self._crowds.allowed(seq, 1):
+                return
             best, passed = self._in_turn(seq)
             went_on = self._go_on(draft, best)
             if went_on:
@@ -142,8 +158,8 @@ class Admission:
         if need is None:
             return budget
         if urgency(first) < urgency(seq):
-            return max(budget - need, budget // LEAST, 1)
-        taken = min(budget // 2, self.waiting_tokens)
+            return max(budget - self._crowds.allowed(first, need), budget // LEAST, 1)
+        taken = min(budget // 2, self._crowds.allowed(first, self.waiting_tokens))
         return max(budget - taken, min(budget, self._config.min_shared_chunk))
 
     @property
@@ -249,7 +265,9 @@ class Admission:
             self._rows.reserve(seq.group)
         query_len = self._rows.remaining(seq)
         if not self._config.whole_prompts:
-            query_len = min(query_len, self.for_prompts(draft, seq))
+            most = self.for_prompts(draft, seq)
+            whole = query_len - most < self._config.min_shared_chunk // 4  # no step more for a few tokens
+            query_len = self._crowds.take(seq, min(query_len, draft.budget if whole else most))
         if self._held.append(seq, query_len) is None:
             raise EngineError(f"request {seq.request_id!r} was admitted but its KV blocks are gone")
         draft.budget -= query_len

@@ -27,6 +27,7 @@ from engine.scheduling.adapted import Adapted
 from engine.scheduling.admission import Admission
 from engine.scheduling.arrivals import Arrivals
 from engine.scheduling.constrained import Constrained
+from engine.scheduling.crowds import Crowds
 from engine.scheduling.expected import Expected
 from engine.scheduling.fair_queue import FairQueue
 from engine.scheduling.fetches import Fetches
@@ -87,7 +88,8 @@ class Scheduler:
         self._num_steps = 0
         self._late: list[SequenceDelta] = []
         self._placement = Placement(self._held)
-        self._admission = Admission(config, self._held, self._placement, self._expected)
+        self._crowds = Crowds(fair, budget)
+        self._admission = Admission(config, self._held, self._placement, self._expected, self._crowds)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -182,6 +184,7 @@ class Scheduler:
                 return None
         transfers = self._kv.take_transfers()
         bundles = self._kv.states.told([*draft.copies, *transfers[1]])
+        self._crowds.planned(step)
         plan = draft.plan(self._num_steps, step, self._rows.take_released(), transfers, bundles)
         self._steps.push(self._num_steps, step)
         self._num_steps += 1
@@ -214,11 +217,14 @@ class Scheduler:
             pending = sum(map(self._rows.remaining, prefilling)) + self._admission.waiting_tokens
             part = most_prompt_tokens(pending, self._config.stages, self._config.min_shared_chunk // 2)
             draft.budget = min(draft.budget, part)
+        self._admission.begin(draft, prefilling)
         if prefilling and draft.budget > 0:
             prefilling.sort(key=urgency)
-            needs = [(urgency(seq), self._rows.remaining(seq)) for seq in prefilling]
+            smallest = self._config.min_shared_chunk
+            tokens = self._crowds.shares(prefilling, [self._rows.remaining(seq) for seq in prefilling], smallest)
+            needs = [(urgency(seq), most) for seq, most in zip(prefilling, tokens, strict=True)]
             budget = max(self._admission.for_prompts(draft, prefilling[0]) - int(self._rows.drafts.sum()), 1)
-            preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, self._config.min_shared_chunk))
+            preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, smallest))
         self._add_drafts(draft, decoding)
         draft.place_plain()
         for seq, (query_len, growth) in draft.tentative.items():

@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from bench_fairness import CAPACITY, Run, load, quantile
 
 
-def test_beside_a_flood_others_are_served_as_if_alone_but_for_the_steps_it_fills() -> None:
+def test_beside_a_flood_others_are_served_nearly_as_if_alone() -> None:
     honest = {f"tenant {index}": CAPACITY / 40 for index in range(9)}
     p99, given = {}, {}
     for policy in ("fcfs", "fair"):
@@ -19,8 +19,8 @@ def test_beside_a_flood_others_are_served_as_if_alone_but_for_the_steps_it_fills
         assert all(each.end is not None for each in run.requests), "nobody starves"
         p99[policy] = quantile([(each.first or 0.0) - each.at for each in theirs], 0.99)
         given[policy] = sum(run.given.values())
-    assert p99["fcfs"] > 10 and p99["fair"] < 1
-    assert given["fair"] > 0.95 * given["fcfs"]
+    assert p99["fcfs"] > 10 and p99["fair"] < 0.2
+    assert given["fair"] > given["fcfs"], "its prompts do not come in steps that they fill"
 
 
 def test_at_four_times_the_load_as_much_is_served_in_time_and_who_is_let_in_is_served() -> None:
