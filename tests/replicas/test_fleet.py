@@ -163,6 +163,18 @@ def test_a_search_begins_again() -> None:
     assert deliveries.resumed("a") == msgspec.structs.replace(message, accepted=True)
 
 
+def test_what_was_let_in_is_not_refused_when_it_is_resumed() -> None:
+    """Its deadline was checked when it came, from then on; and only what has begun waits for no turn."""
+    message = msgspec.structs.replace(added("a", [1, 2, 3], 40), wait_s=5.0, deadline_s=9.0)
+    deliveries = Deliveries(SpeculationConfig())
+    deliveries.add(message, 0)
+    waits = deliveries.resumed("a")
+    assert (waits.wait_s, waits.deadline_s, waits.accepted) == (5.0, None, True)
+    deliveries.take_in(0, [TokenDeltas(request_ids=["a"], token_ids=[1])])
+    began = deliveries.resumed("a")
+    assert (began.wait_s, began.deadline_s, began.accepted) == (None, None, True)
+
+
 def test_a_search_of_which_one_has_ended_is_over_with_the_others() -> None:
     """It begins again whole; of the sequences that are told of none is waited for that had ended."""
     life = Life(3)

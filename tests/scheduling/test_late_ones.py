@@ -131,3 +131,13 @@ def test_one_that_had_time_to_lose_says_nothing() -> None:
     server.now += 900.0
     server.add(_request("comes", 10, deadline_s=1000.0))
     assert server.expected._margin.times == 1.25
+
+
+def test_a_sample_that_waits_for_a_row_is_not_late_while_others_of_its_request_run() -> None:
+    server = Server(rows=2)
+    server.add(changed(_request("samples", 100, deadline_s=60.0), followers=_followers("s", 5)))
+    server.turns(3)
+    assert len(server.scheduler._waiting) == 4
+    server.now += 1000.0
+    server.turns(500)
+    assert [delta.finish_reason for ends in server.loop.ends.values() for delta in ends] == 6 * ["length"]
