@@ -15,9 +15,9 @@ from engine.kv_cache.sequence_blocks import NO_GROWTH
 from engine.kv_cache.swapping import blocks_to_go_on
 from engine.scheduling.crowds import Crowds
 from engine.scheduling.expected import Expected
-from engine.scheduling.holdings import Holdings, urgency
+from engine.scheduling.holdings import Holdings, Urgency, urgency
 from engine.scheduling.placement import Placement
-from engine.scheduling.prompt_shares import LEAST
+from engine.scheduling.prompt_shares import LEAST, prompt_shares
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.siblings import own_blocks, prefix_limit, start_of
 from engine.scheduling.step_draft import StepDraft
@@ -41,20 +41,43 @@ class Admission:
         self.prompt_tokens = 0
         """of all that have started"""
 
-    def begin(self, draft: StepDraft, prefilling: list[Sequence]) -> None:
-        """Those are half-way with their prompts, and share the step with who starts next."""
-        if self._held.fair is None:
+    def shares(self, draft: StepDraft, prefilling: list[Sequence]) -> list[int]:
+        """Tokens for each of those that are half-way with their prompts, the most urgent first."""
+        needs = [(urgency(seq), self._rows.remaining(seq)) for seq in prefilling]
+        if self._held.fair is not None:
+            self._hold_crowds(draft, prefilling, needs)
+        if not prefilling or draft.budget <= 0:
+            return [0] * len(prefilling)
+        budget = max(self._for_prompts(draft.budget, prefilling[0]) - int(self._rows.drafts.sum()), 1)
+        return prompt_shares(needs, budget, self._config.min_shared_chunk)
+
+    def _hold_crowds(self, draft: StepDraft, prefilling: list[Sequence], needs: list[tuple[Urgency, int]]) -> None:
+        """What crowds need of this step becomes what they may have of it."""
+        crowds, first = self._crowds, self.next()
+        crowds.begin()
+        parts = [(urgent, tokens, crowds.has(seq)) for seq, (urgent, tokens) in zip(prefilling, needs, strict=True)]
+        members = [index for index, (_, _, is_member) in enumerate(parts) if is_member]
+        if first is not None:
+            waits = crowds.has(first) or self._is_blocked(first, self._held.room)
+            need = 0 if waits else self._need(first, draft.budget) or 0
+            parts.append((urgency(first), need, crowds.has(first)))
+        urgent = min((each[0] for each in parts if each[2]), default=None)
+        if urgent is None:
             return
-        needs = [(seq, self._rows.remaining(seq)) for seq in prefilling]
-        first = self.next()
-        if first is not None and not self._crowds.has(first) and not self._is_blocked(first, self._held.room):
-            needs.append((first, self._need(first, draft.budget) or 0))
-        self._crowds.begin(bool(draft.tentative or len(draft.plain)), needs)
+        others = sum(tokens for each, tokens, is_member in parts if each <= urgent and not is_member)
+        crowds.hold(bool(draft.tentative or len(draft.plain)), others)
+        if members:
+            most, lead = crowds.left, prefilling[members[0]]
+            if first is not None and crowds.has(first):
+                most = self._for_prompts(most, lead, smallest=most // 2)
+            shares = prompt_shares([needs[index] for index in members], most, most // 2)
+            for index, share in zip(members, shares, strict=True):
+                needs[index] = needs[index][0], crowds.take(prefilling[index], share)
 
     def admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
         while draft.budget > 0 and (seq := self.next()) is not None:
-            if not self._crowds.allowed(seq, 1):
+            if not self._crowds.allowed(seq, 1) and not seq.blocks.on_host:
                 return
             best, passed = self._in_turn(seq)
             went_on = self._go_on(draft, best)
@@ -148,10 +171,10 @@ class Admission:
             return None if hit is None else len(seq.tokens) - hit.num_tokens
         return None
 
-    def for_prompts(self, draft: StepDraft, seq: Sequence) -> int:
-        """What is left of the step, but for what those that start in it will take: nearly all that they need if they
-        are more urgent, of its other half if they are as urgent."""
-        budget, first = draft.budget, self.next()
+    def _for_prompts(self, budget: int, seq: Sequence, smallest: int | None = None) -> int:
+        """What is left of a step, but for what those that start in it will take: nearly all that they need if they
+        are more urgent, of its other half if they are as urgent, and no less than is shared (`smallest`)."""
+        first = self.next()
         if first is None or urgency(first) > urgency(seq) or self._is_blocked(first, self._held.room):
             return budget
         need = self._need(first, budget)
@@ -160,7 +183,7 @@ class Admission:
         if urgency(first) < urgency(seq):
             return max(budget - self._crowds.allowed(first, need), budget // LEAST, 1)
         taken = min(budget // 2, self._crowds.allowed(first, self.waiting_tokens))
-        return max(budget - taken, min(budget, self._config.min_shared_chunk))
+        return max(budget - taken, min(budget, self._config.min_shared_chunk if smallest is None else smallest))
 
     @property
     def waiting_tokens(self) -> int:
@@ -265,7 +288,7 @@ class Admission:
             self._rows.reserve(seq.group)
         query_len = self._rows.remaining(seq)
         if not self._config.whole_prompts:
-            most = self.for_prompts(draft, seq)
+            most = self._for_prompts(draft.budget, seq)
             whole = query_len - most < self._config.min_shared_chunk // 4  # no step more for a few tokens
             query_len = self._crowds.take(seq, min(query_len, draft.budget if whole else most))
         if self._held.append(seq, query_len) is None:

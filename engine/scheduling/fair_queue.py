@@ -9,7 +9,7 @@ from collections.abc import Sequence as Tokens
 
 from engine.request import Tenant
 from engine.scheduling.accounts import Account
-from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.sequence import Sequence
 from engine.scheduling.steps_in_flight import PlannedStep
 from engine.scheduling.waiting_queue import WaitingQueue
 
@@ -84,11 +84,10 @@ class FairQueue(WaitingQueue):
         account = self._accounts.get(tenant.name)
         return 0 if account is None or account not in self._queues else self._queues[account].num_tokens
 
-    def behind(self, seq: Sequence) -> int:
-        """Tokens of its tenant's prompts that wait, but for its own."""
+    def beside(self, seq: Sequence) -> tuple[int, int]:
+        """Sequences of its tenant that wait and are as urgent, or more so, and tokens of their prompts."""
         queue = None if seq.account is None else self._queues.get(seq.account)
-        own = seq.prompt_len if seq.status is Status.WAITING else 0
-        return 0 if queue is None else queue.num_tokens - own
+        return (0, 0) if queue is None else queue.as_urgent(seq)
 
     def waiting_of(self, tenant: Tenant) -> int:
         """Sequences of the tenant that do not run."""

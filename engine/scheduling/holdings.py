@@ -243,7 +243,10 @@ class Holdings:
         self.kv.free(seq.blocks)  # on the host, if anywhere
 
 
-def urgency(seq: Sequence) -> tuple[int, tuple[float, bool]]:
+Urgency = tuple[int, tuple[float, bool]]
+
+
+def urgency(seq: Sequence) -> Urgency:
     """Whose prompt is computed before others': the less, the sooner."""
     return seq.key[0], (0.0, False) if seq.account is None else seq.account.order
 

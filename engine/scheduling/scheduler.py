@@ -37,7 +37,6 @@ from engine.scheduling.micro_batches import most_prompt_tokens
 from engine.scheduling.outcomes import Outcomes
 from engine.scheduling.placement import Placement
 from engine.scheduling.preemption import PreemptionCosts
-from engine.scheduling.prompt_shares import prompt_shares
 from engine.scheduling.running_rows import RunningRows
 from engine.scheduling.sequence import Sequence, Status
 from engine.scheduling.speculation import Speculation
@@ -88,7 +87,7 @@ class Scheduler:
         self._num_steps = 0
         self._late: list[SequenceDelta] = []
         self._placement = Placement(self._held)
-        self._crowds = Crowds(fair, budget)
+        self._crowds = Crowds(self._held, budget)
         self._admission = Admission(config, self._held, self._placement, self._expected, self._crowds)
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -217,14 +216,8 @@ class Scheduler:
             pending = sum(map(self._rows.remaining, prefilling)) + self._admission.waiting_tokens
             part = most_prompt_tokens(pending, self._config.stages, self._config.min_shared_chunk // 2)
             draft.budget = min(draft.budget, part)
-        self._admission.begin(draft, prefilling)
-        if prefilling and draft.budget > 0:
-            prefilling.sort(key=urgency)
-            smallest = self._config.min_shared_chunk
-            tokens = self._crowds.shares(prefilling, [self._rows.remaining(seq) for seq in prefilling], smallest)
-            needs = [(urgency(seq), most) for seq, most in zip(prefilling, tokens, strict=True)]
-            budget = max(self._admission.for_prompts(draft, prefilling[0]) - int(self._rows.drafts.sum()), 1)
-            preempted |= self._share(draft, prefilling, prompt_shares(needs, budget, smallest))
+        prefilling.sort(key=urgency)
+        preempted |= self._share(draft, prefilling, self._admission.shares(draft, prefilling))
         self._add_drafts(draft, decoding)
         draft.place_plain()
         for seq, (query_len, growth) in draft.tentative.items():

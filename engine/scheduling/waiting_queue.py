@@ -9,6 +9,8 @@ from engine.scheduling.sequence import Sequence, Status
 
 _MOST_SORTED = 256
 """so many in the list at most, unless more are looked at"""
+_CLASSES = 16
+"""priorities farther from 0 count as this one"""
 _Entry = tuple[tuple[int, int], Sequence]
 
 
@@ -27,6 +29,7 @@ class WaitingQueue:
         self._waiting = 0
         self.num_tokens = self.most_tokens = 0
         """of the prompts of all that wait, and of their answers at most"""
+        self._classes: dict[int, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         return self._waiting
@@ -45,6 +48,13 @@ class WaitingQueue:
     def _count(self, seq: Sequence, times: int) -> None:
         self.num_tokens += times * seq.prompt_len
         self.most_tokens += times * (seq.max_total - seq.prompt_len)
+        count, tokens = self._classes.get(_class(seq), (0, 0))
+        self._classes[_class(seq)] = count + times, tokens + times * seq.prompt_len
+
+    def as_urgent(self, seq: Sequence) -> tuple[int, int]:
+        """Sequences that are as urgent as this one, or more so, and tokens of their prompts."""
+        found = [each for urgency, each in self._classes.items() if urgency <= _class(seq)]
+        return sum(count for count, _ in found), sum(tokens for _, tokens in found)
 
     def first(self) -> Sequence | None:
         if not self._next or self._next[0][1].status is not Status.WAITING:
@@ -83,3 +93,8 @@ class WaitingQueue:
             self._look_at(0)
             self._heap = [entry for entry in self._heap if entry[1].status is Status.WAITING]
             heapq.heapify(self._heap)
+
+
+def _class(seq: Sequence) -> int:
+    """Its priority, as far as it is counted."""
+    return min(max(seq.key[0], -_CLASSES), _CLASSES)
