@@ -37,6 +37,7 @@ class Crowds:
     def begin(self) -> None:
         """Another step is drafted."""
         self._found.clear()
+        self.left = self._budget
 
     def has(self, seq: Sequence) -> bool:
         """Of its tenant's prompts that are as urgent more wait than a step computes, and than there are rows or blocks
@@ -52,7 +53,6 @@ class Crowds:
 
     def hold(self, decodes: bool, others: int) -> None:
         """In this step some decode, or not, and prompts that are not of crowds need so many tokens."""
-        self.left = self._budget
         if decodes:
             pace = max(math.ceil(_MOST_TIMES * self._mean), self._budget // LEAST)
             self.left = max(pace - others, self._budget // _LEAST_BESIDE, 1)
