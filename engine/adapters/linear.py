@@ -96,20 +96,23 @@ def _(
 def put_rows(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> None:
     """b [outputs of a part, rank] into a slot [max_rank, outputs], from output `start` on."""
     count, rank = b.shape
-    slot[:rank, start : start + count].copy_(b.T * scale)
+    slot[:rank, start : start + count].copy_(_scaled(b, scale).T)
 
 
 def put_blocks(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> None:
     """The same of a slot [blocks, max_rank, BLOCK outputs]."""
     count, rank = b.shape
     first, last = start // BLOCK, -(-(start + count) // BLOCK)
-    blocks = slot[first:last, :rank]
+    blocks, b = slot[first:last, :rank], _scaled(b, scale)
     if start % BLOCK or count % BLOCK:  # its neighbours' stay
         whole = blocks.transpose(1, 2).clone().flatten(0, 1)
-        whole[start - first * BLOCK :][:count] = b * scale
-        blocks.copy_(whole.view(-1, BLOCK, rank).transpose(1, 2))
-    else:
-        torch.mul(b.view(-1, BLOCK, rank).transpose(1, 2), scale, out=blocks)
+        whole[start - first * BLOCK :][:count] = b
+        b = whole
+    blocks.copy_(b.view(-1, BLOCK, rank).transpose(1, 2))
+
+
+def _scaled(b: torch.Tensor, scale: float) -> torch.Tensor:
+    return b if scale == 1.0 else b * scale  # before it is turned: many at once
 
 
 class Place(NamedTuple):

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load
 
 from engine.adapters.config import LoRAConfig
 from engine.adapters.expert_files import spread
@@ -100,25 +99,23 @@ class AdapterFiles:
         if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            data = b"" if headers_only else self._read(targets)
-            self._tensors = self._shapes(targets) if headers_only else load(data)
+            self._check_size(self._file.stat().st_size, targets)
+            self._tensors = self._shapes() if headers_only else self._read()
         except KeyError as error:
             raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error
         if digest:
-            self.digest = f"{zlib.crc32(data):08x} {self._alpha:g} {self._root}"
+            self.digest = f"{_checksum(self._tensors):08x} {self._alpha:g} {self._root}"
         self._headers = self._read_headers(targets)
 
-    def _read(self, targets: Targets) -> bytes:
-        with self._file.open("rb") as file:
-            data = file.read(_most_bytes(targets) + 1)
-        self._check_size(len(data), targets)
-        return data
+    def _read(self) -> dict[str, torch.Tensor]:
+        with safe_open(self._file, framework="pt", backend="pread") as file:  # mapped, it could end under its readers
+            tensors: dict[str, torch.Tensor] = file.get_tensors()
+        return tensors
 
-    def _shapes(self, targets: Targets) -> dict[str, torch.Tensor]:
+    def _shapes(self) -> dict[str, torch.Tensor]:
         """Tensors that have shapes and types, and no numbers."""
-        self._check_size(self._file.stat().st_size, targets)
         with safe_open(self._file, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
@@ -229,6 +226,13 @@ class AdapterFiles:
             served = f"1 to {most} are served (--max-lora{setting}-rank)"
             raise WeightsError(f"{self._file}: {module} has rank {rank}; {served}")
         return _Header(part, pair["A"], pair["B"], rank)
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
+    found = 0
+    for name in sorted(tensors):
+        found = zlib.crc32(tensors[name].view(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), found))
+    return found
 
 
 def _most_bytes(targets: Targets) -> int:

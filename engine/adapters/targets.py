@@ -131,12 +131,13 @@ class Targets:
     def find(self, module: str) -> Part | None:
         """By the name of the module in transformers, or, of an expert, in checkpoints; None: adapters do not change
         it here."""
-        part = self.named.get(module)
+        if (part := self.named.get(module)) is not None:
+            return part
         of_expert, _, matrix = module.rpartition(".")
         experts, _, number = of_expert.rpartition(".")
         stack = self._stacks.get(experts)
-        if part is not None or stack is None or matrix not in _MATRICES:
-            return part
+        if stack is None or matrix not in _MATRICES:
+            return None
         if not (number.isascii() and number.isdigit()) or len(number) > _DIGITS or int(number) >= len(stack.parts):
             return None
         kind, which = _MATRICES[matrix]

@@ -28,11 +28,15 @@ PAGELOOM_INLINE vf load_some(const void* from, int64_t at, int64_t count) {
 template <bool kBf16>
 PAGELOOM_INLINE void store_some(void* to, int64_t at, vf v, int64_t count) {
   if constexpr (kBf16) {
+    uint16_t* const p = (uint16_t*)to + at;
+    if (count >= VW) return store_rounded(p, v);
     uint16_t some[VW];
     store_rounded(some, v);
-    memcpy((uint16_t*)to + at, some, (size_t)(count < VW ? count : VW) * 2);
+    memcpy(p, some, (size_t)count * 2);
   } else {
-    memcpy((float*)to + at, &v, (size_t)(count < VW ? count : VW) * 4);
+    float* const p = (float*)to + at;
+    if (count >= VW) return storef(p, v);
+    memcpy(p, &v, (size_t)count * 4);
   }
 }
 
