@@ -82,7 +82,44 @@ void write_history(const MixProblem& p, int64_t first, int64_t begin, int64_t co
   }
 }
 
-template <bool kBf16>
+constexpr int64_t kConvolvedAtOnce = 4;  // tokens, whose rows lie in one set of a cache where their distance is a bad one
+
+// Of some tokens one vector of channels from `begin` + `c` on, whose history stays in registers. `kTaps`: 0, as many as there are.
+template <bool kBf16, int64_t kTaps>
+PAGELOOM_INLINE void convolve_vector(const MixProblem& p, int64_t t, int64_t end, int64_t begin, int64_t c, int64_t left,
+                                     History& h) {
+  constexpr int64_t kRoom = kTaps > 0 ? kTaps : kMostTaps;
+  const int64_t before = (kTaps > 0 ? kTaps : p.taps) - 1;
+  vf past[kRoom], weight[kRoom];
+#pragma GCC unroll 4
+  for (int64_t tap = 0; tap <= before; ++tap) {
+    weight[tap] = load_some<false>(p.conv_weight, tap * p.channels + begin + c, left);
+    if (tap < before) past[tap] = loadf(h.rows[tap] + c);
+  }
+  const bool has_bias = p.conv_bias != nullptr, is_short = p.kind == MixKind::kShort;
+  const vf bias = has_bias ? load_some<false>(p.conv_bias, begin + c, left) : vf{};
+  const int64_t at = p.mixed_at + begin + c, amount_at = p.amount_at + begin + c, channels = p.channels;
+  const int64_t stride = p.x_stride * (kBf16 ? 2 : 4);
+  const char* x = (const char*)row_of<kBf16>(p.x, t, p.x_stride);
+  float* to = p.mixed + t * channels + begin + c;
+  for (int64_t i = t; i < end; ++i, x += stride, to += channels) {
+    vf own = load_some<kBf16>(x, at, left);
+    if (is_short) own = rounded<kBf16>(own * load_some<kBf16>(x, amount_at, left));
+    past[before] = own;
+    vf sum{};
+#pragma GCC unroll 4
+    for (int64_t tap = 0; tap <= before; ++tap) sum += past[tap] * weight[tap];
+#pragma GCC unroll 4
+    for (int64_t tap = 0; tap < before; ++tap) past[tap] = past[tap + 1];
+    if (has_bias) sum += bias;
+    sum = rounded<kBf16>(sum);
+    store_some<false>(to, 0, is_short ? sum : rounded<kBf16>(times_sigmoid(sum, sum)), left);
+  }
+#pragma GCC unroll 4
+  for (int64_t tap = 0; tap < before; ++tap) storef(h.rows[tap] + c, past[tap]);
+}
+
+template <bool kBf16, int64_t kTaps>
 void convolve_as(const MixProblem& p, int64_t s, int64_t begin, int64_t end) {
   const int64_t count = end - begin, before = p.taps - 1;
   const StateSequence& sequence = p.sequences[s];
@@ -94,30 +131,23 @@ void convolve_as(const MixProblem& p, int64_t s, int64_t begin, int64_t end) {
     memset(h.rows, 0, sizeof(h.rows[0]) * (size_t)before);
   int64_t write = sequence.first_write;
   const int64_t writes_end = p.writes_end(s);
-  for (int64_t t = sequence.begin; t < sequence.end; ++t) {
-    const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
-    float* const to = p.mixed + t * p.channels + begin;
-    for (int64_t c = 0; c < count; c += VW) {
-      const int64_t left = count - c;
-      vf own = load_some<kBf16>(x, p.mixed_at + begin + c, left);
-      if (p.kind == MixKind::kShort) own = rounded<kBf16>(own * load_some<kBf16>(x, p.amount_at + begin + c, left));
-      vf sum{};
-      for (int64_t tap = 0; tap < before; ++tap)
-        sum += loadf(h.rows[tap] + c) * load_some<false>(p.conv_weight, tap * p.channels + begin + c, left);
-      sum += own * load_some<false>(p.conv_weight, before * p.channels + begin + c, left);
-      if (p.conv_bias != nullptr) sum += load_some<false>(p.conv_bias, begin + c, left);
-      sum = rounded<kBf16>(sum);
-      store_some<false>(to, c, p.kind == MixKind::kShort ? sum : rounded<kBf16>(times_sigmoid(sum, sum)), left);
-      storef(h.rows[before] + c, own);
-    }
-    memmove(h.rows[0], h.rows[1], sizeof(h.rows[0]) * (size_t)before);
-    if (write < writes_end && p.writes[write].end == t + 1)
+  for (int64_t t = sequence.begin, until; t < sequence.end; t = until) {
+    until = t + kConvolvedAtOnce < sequence.end ? t + kConvolvedAtOnce : sequence.end;
+    if (write < writes_end && p.writes[write].end < until) until = p.writes[write].end;
+    for (int64_t c = 0; c < count; c += VW) convolve_vector<kBf16, kTaps>(p, t, until, begin, c, count - c, h);
+    if (write < writes_end && p.writes[write].end == until)
       write_history<kBf16>(p, p.writes[write++].written, begin, count, h);
   }
 }
 
+template <bool kBf16>
+void convolve_taps(const MixProblem& p, int64_t sequence, int64_t begin, int64_t end) {
+  const auto go = p.taps == 4 ? convolve_as<kBf16, 4> : p.taps == 3 ? convolve_as<kBf16, 3> : convolve_as<kBf16, 0>;
+  go(p, sequence, begin, end);
+}
+
 void convolve(const MixProblem& p, int64_t sequence, int64_t begin, int64_t end) {
-  p.bf16 ? convolve_as<true>(p, sequence, begin, end) : convolve_as<false>(p, sequence, begin, end);
+  p.bf16 ? convolve_taps<true>(p, sequence, begin, end) : convolve_taps<false>(p, sequence, begin, end);
 }
 
 }  // namespace

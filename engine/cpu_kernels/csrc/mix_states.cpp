@@ -164,6 +164,15 @@ struct Read {
   vf of[kReadRows][NV];
 };
 
+// Not by `= {}`, which is a slow instruction for so few bytes.
+template <class Sums>
+PAGELOOM_INLINE void clear(Sums& sums) {
+#pragma GCC unroll 8
+  for (int64_t r = 0; r < (int64_t)(sizeof sums.of / sizeof sums.of[0]); ++r)
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < NV; ++v) sums.of[r][v] = vf{};
+}
+
 template <class Sums, int64_t kRows>
 PAGELOOM_INLINE vf total(const Sums& sums, int64_t v) {
   vf sum = sums.of[0][v];
@@ -171,109 +180,125 @@ PAGELOOM_INLINE vf total(const Sums& sums, int64_t v) {
   return sum;
 }
 
-// S'k, of some keys.
-PAGELOOM_INLINE void held_by(const float* state, int64_t stride, const float* key, int64_t keys, Held& held) {
-  Held sums = held;
+// S'k, of some keys. A function of its own: what is summed stays in registers.
+__attribute__((noinline)) void held_by(const float* state, int64_t stride, const float* key, int64_t keys, Held& held) {
+  vf sums[kHeldRows][NV];
+  memcpy(sums, held.of, sizeof sums);
   int64_t i = 0;
   for (; i + kHeldRows <= keys; i += kHeldRows)
 #pragma GCC unroll 8
     for (int64_t r = 0; r < kHeldRows; ++r) {
       const vf weight = splat(key[i + r]);
 #pragma GCC unroll 8
-      for (int64_t v = 0; v < NV; ++v) sums.of[r][v] += weight * loadf(state + (i + r) * stride + v * VW);
+      for (int64_t v = 0; v < NV; ++v) sums[r][v] += weight * loadf(state + (i + r) * stride + v * VW);
     }
-  for (; i < keys; ++i)
-    for (int64_t v = 0; v < NV; ++v) sums.of[0][v] += splat(key[i]) * loadf(state + i * stride + v * VW);
-  held = sums;
+  memcpy(held.of, sums, sizeof sums);
+  for (int64_t r = 0; i < keys; ++i, ++r)
+    for (int64_t v = 0; v < NV; ++v) held.of[r][v] += splat(key[i]) * loadf(state + i * stride + v * VW);
 }
 
-// S = decay S + k added', from where it is to where it is to be; read = S'q. `kEach`: there is a decay of each number of a
-// key.
-template <bool kEach>
-PAGELOOM_INLINE void take_over(const float* from, float* to, int64_t stride, const float* key, const float* query,
-                               int64_t keys, const float* decay, const vf (&added)[NV], Read& read) {
+// What a walk over a state changes and sums.
+struct Walk {
+  const float *key, *query, *decay;
+  const float* next;  // what the token behind this one asks the state for
+  const vf* added;    // [NV]
+  Read* read;
+  Held* held;  // by the state that is left, of the token behind this one
+};
+
+// S = decay S + k added', from where it is to where it is to be; read = S'q, and, `kAsk`, held = S'next. `kEach`: there is a
+// decay of each number of a key. So many columns at once that all sums stay in registers.
+template <bool kEach, bool kAsk>
+__attribute__((noinline)) void take_over(const float* from, float* to, int64_t stride, int64_t keys, const Walk& walk) {
+  constexpr int64_t kTile = NV < 2 ? NV : 2;
+  const float *const key = walk.key, *const query = walk.query, *const decay = walk.decay, *const next = walk.next;
   const vf all = splat(*decay);
-  Read sums = read;
-  int64_t i = 0;
-  for (; i + kReadRows <= keys; i += kReadRows)
-#pragma GCC unroll 2
-    for (int64_t r = 0; r < kReadRows; ++r) {
-      const vf k = splat(key[i + r]), q = splat(query[i + r]), kept = kEach ? splat(decay[i + r]) : all;
-      const int64_t row = (i + r) * stride;
+  for (int64_t first = 0; first < NV; first += kTile, from += kTile * VW, to += kTile * VW) {
+    vf read[kReadRows][kTile], held[kHeldRows][kTile], added[kTile];
 #pragma GCC unroll 8
-      for (int64_t v = 0; v < NV; ++v) {
-        const vf cell = loadf(from + row + v * VW) * kept + k * added[v];
-        storef(to + row + v * VW, cell);
-        sums.of[r][v] += q * cell;
+    for (int64_t v = 0; v < kTile; ++v) {
+      added[v] = walk.added[first + v];
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < kReadRows; ++r) read[r][v] = walk.read->of[r][first + v];
+#pragma GCC unroll 8
+      for (int64_t r = 0; kAsk && r < kHeldRows; ++r) held[r][v] = walk.held->of[r][first + v];
+    }
+    int64_t i = 0;
+    for (; i + kHeldRows <= keys; i += kHeldRows)
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < kHeldRows; ++r) {
+        const vf k = splat(key[i + r]), q = splat(query[i + r]), kept = kEach ? splat(decay[i + r]) : all;
+        const vf asked = kAsk ? splat(next[i + r]) : vf{};
+        const int64_t row = (i + r) * stride;
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < kTile; ++v) {
+          const vf cell = loadf(from + row + v * VW) * kept + k * added[v];
+          storef(to + row + v * VW, cell);
+          read[r % kReadRows][v] += q * cell;
+          if (kAsk) held[r][v] += asked * cell;
+        }
       }
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < kTile; ++v) {
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < kReadRows; ++r) walk.read->of[r][first + v] = read[r][v];
+#pragma GCC unroll 8
+      for (int64_t r = 0; kAsk && r < kHeldRows; ++r) walk.held->of[r][first + v] = held[r][v];
     }
-  for (; i < keys; ++i)
-    for (int64_t v = 0; v < NV; ++v) {
-      const vf cell = loadf(from + i * stride + v * VW) * (kEach ? splat(decay[i]) : all) + splat(key[i]) * added[v];
-      storef(to + i * stride + v * VW, cell);
-      sums.of[0][v] += splat(query[i]) * cell;
-    }
-  read = sums;
+    for (int64_t r = 0; i < keys; ++i, ++r)
+      for (int64_t v = 0; v < kTile; ++v) {
+        const int64_t at = i * stride + v * VW;
+        const vf cell = loadf(from + at) * (kEach ? splat(decay[i]) : all) + splat(key[i]) * added[v];
+        storef(to + at, cell);
+        walk.read->of[r % kReadRows][first + v] += splat(query[i]) * cell;
+        if (kAsk) walk.held->of[r][first + v] += splat(next[i]) * cell;
+      }
+  }
 }
 
-// What one token brings to a head, and kMixColumns columns of it.
+// What one token brings to a head.
 struct HeadToken {
-  HeadToken(const MixProblem& problem, int64_t t, int64_t head)
-      : p(problem), t(t), head(head), mixed(p.mixed + t * p.channels), key(mixed + p.k_at + group() * p.keys),
-        query(mixed + p.q_at + group() * p.keys), decay(p.decay + (t * p.heads + head) * p.decays),
-        amount(p.amount[t * p.heads + head]) {
-    if (p.decays == 1) return;
+  // `kept`: room for as many numbers as a head has keys, rounded up to a vector.
+  HeadToken(const MixProblem& p, int64_t t, int64_t head, float* kept)
+      : key(p.mixed + t * p.channels + p.k_at + head / (p.heads / p.groups) * p.keys), query(key - p.k_at + p.q_at),
+        value(p.mixed + t * p.channels + p.v_at + head * p.values), decay(p.decay + (t * p.heads + head) * p.decays),
+        asked(key), made(p.made + t * p.inner() + head * p.values), amount(p.amount[t * p.heads + head]), decays(p.decays) {
+    if (decays == 1) return;
+    asked = kept;
     for (int64_t i = 0; i < p.keys; i += VW)
-      store_some<false>(kept, i, load_some<false>(key, i, p.keys - i) * load_some<false>(decay, i, p.keys - i), VW);
+      storef(kept + i, load_some<false>(key, i, p.keys - i) * load_some<false>(decay, i, p.keys - i));
   }
-  int64_t group() const { return head / (p.heads / p.groups); }
-
-  // What a state before its decay is asked for: what it holds for that, behind it.
-  const float* asked() const { return p.decays == 1 ? key : kept; }
 
   // `held`: what the state held, of the delta rule.
   void add(int64_t column, int64_t count, const Held* held, vf (&added)[NV]) const {
-    const vf left_of_it = splat(p.decays == 1 ? *decay : 1.0f);
+    const vf left_of_it = splat(decays == 1 ? *decay : 1.0f);
     for (int64_t v = 0; v < NV; ++v) {
       const int64_t left = count - v * VW;
-      added[v] = left > 0 ? load_some<false>(mixed, p.v_at + head * p.values + column + v * VW, left) : vf{};
+      added[v] = left > 0 ? load_some<false>(value, column + v * VW, left) : vf{};
       if (held != nullptr) added[v] -= left_of_it * total<Held, kHeldRows>(*held, v);
       added[v] *= splat(amount);
     }
   }
-  // Keys from `first` on.
-  void take(const float* from, float* to, int64_t stride, int64_t first, int64_t keys, const vf (&added)[NV],
-            Read& read) const {
-    if (p.decays == 1)
-      take_over<false>(from, to, stride, key + first, query + first, keys, decay, added, read);
-    else
-      take_over<true>(from, to, stride, key + first, query + first, keys, decay + first, added, read);
+  // Keys from `first` on. `next`: null, or the token behind this one, of which `held` is summed.
+  void take(const float* from, float* to, int64_t stride, int64_t first, int64_t keys, const vf (&added)[NV], Read& read,
+            const HeadToken* next = nullptr, Held* held = nullptr) const {
+    const Walk walk = {key + first, query + first, decay + (decays == 1 ? 0 : first),
+                       next == nullptr ? nullptr : next->asked + first, added, &read, held};
+    const auto go = decays == 1 ? (next == nullptr ? take_over<false, false> : take_over<false, true>)
+                                : (next == nullptr ? take_over<true, false> : take_over<true, true>);
+    go(from, to, stride, keys, walk);
   }
   void store(int64_t column, int64_t count, const Read& read) const {
     for (int64_t v = 0; v < NV && v * VW < count; ++v)
-      store_some<false>(p.made, t * p.inner() + head * p.values + column + v * VW, total<Read, kReadRows>(read, v),
-                        count - v * VW);
+      store_some<false>(made, column + v * VW, total<Read, kReadRows>(read, v), count - v * VW);
   }
 
-  const MixProblem& p;
-  const int64_t t, head;
-  const float *const mixed, *const key, *const query, *const decay;
-  const float amount;
-  alignas(64) float kept[kMostKeys];
+  const float *key, *query, *value, *decay;
+  const float* asked;  // what a state before its decay is asked for: what it holds for that, behind it
+  float* made;
+  float amount;
+  int64_t decays;
 };
-
-// One token through the columns of a head from `column` on; `state`: those of its matrix, rows kMixColumns apart.
-PAGELOOM_INLINE void go_on(const MixProblem& p, int64_t t, int64_t head, int64_t column, int64_t count, float* state) {
-  const HeadToken token(p, t, head);
-  const bool delta = p.has_rule();
-  Held held{};
-  Read read{};
-  vf added[NV];
-  if (delta) held_by(state, kMixColumns, token.asked(), p.keys, held);
-  token.add(column, count, delta ? &held : nullptr, added);
-  token.take(state, state, kMixColumns, 0, p.keys, added, read);
-  token.store(column, count, read);
-}
 
 constexpr int64_t kKeysAtOnce = 16;                  // rows of a matrix, all columns; of whatever is summed in turns a multiple
 constexpr int64_t kMostOnce = 16 * kMixColumns;      // columns of a head that `recur_once` takes
@@ -283,19 +308,20 @@ constexpr int64_t kMostOnce = 16 * kMixColumns;      // columns of a head that `
 void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
   const StateSequence& s = p.sequences[sequence];
   const int64_t from = p.start + p.matrices_at + head * p.keys * p.values * 4, blocks = p.values / kMixColumns;
-  const HeadToken token(p, s.begin, head);
+  alignas(64) float kept_keys[kMostKeys];
+  const HeadToken token(p, s.begin, head, kept_keys);
   alignas(64) float some[kKeysAtOnce * kMostOnce], more[kKeysAtOnce * kMostOnce];
   Held held[kMostOnce / kMixColumns];
   Read read[kMostOnce / kMixColumns];
   vf added[kMostOnce / kMixColumns][NV];
   const bool delta = p.has_rule(), has_state = s.read >= 0;
-  for (int64_t b = 0; b < blocks; ++b) held[b] = Held{}, read[b] = Read{};
+  for (int64_t b = 0; b < blocks; ++b) clear(held[b]), clear(read[b]);
   if (delta && has_state) {
     StateBytes bytes(p.place, s.read, from);
     for (int64_t i = 0; i < p.keys; i += kKeysAtOnce) {
       const int64_t keys = p.keys - i < kKeysAtOnce ? p.keys - i : kKeysAtOnce;
       bytes.read(some, keys * p.values * 4);
-      for (int64_t b = 0; b < blocks; ++b) held_by(some + b * kMixColumns, p.values, token.asked() + i, keys, held[b]);
+      for (int64_t b = 0; b < blocks; ++b) held_by(some + b * kMixColumns, p.values, token.asked + i, keys, held[b]);
     }
   }
   for (int64_t b = 0; b < blocks; ++b) token.add(b * kMixColumns, kMixColumns, delta ? &held[b] : nullptr, added[b]);
@@ -319,7 +345,7 @@ void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
   for (int64_t b = 0; b < blocks; ++b) token.store(b * kMixColumns, kMixColumns, read[b]);
 }
 
-// What `go_on` reads of a token: tokens lie so far apart that no CPU guesses the next one.
+// What a token brings: tokens lie so far apart that no CPU guesses the next one.
 PAGELOOM_INLINE void ask_for(const MixProblem& p, int64_t t, int64_t head, int64_t column) {
   const float* const mixed = p.mixed + t * p.channels;
   const int64_t group = head / (p.heads / p.groups);
@@ -327,7 +353,12 @@ PAGELOOM_INLINE void ask_for(const MixProblem& p, int64_t t, int64_t head, int64
     __builtin_prefetch(mixed + p.k_at + group * p.keys + i);
     __builtin_prefetch(mixed + p.q_at + group * p.keys + i);
   }
-  for (int64_t i = 0; i < kMixColumns; i += 64 / 4) __builtin_prefetch(mixed + p.v_at + head * p.values + column + i);
+  for (int64_t i = 0; i < kMixColumns; i += 64 / 4) {
+    __builtin_prefetch(mixed + p.v_at + head * p.values + column + i);
+    __builtin_prefetch(p.made + t * p.inner() + head * p.values + column + i, 1);
+  }
+  __builtin_prefetch(p.amount + t * p.heads + head);
+  for (int64_t i = 0; i < p.decays; i += 64 / 4) __builtin_prefetch(p.decay + (t * p.heads + head) * p.decays + i);
 }
 
 void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) {
@@ -347,9 +378,23 @@ void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) 
   }
   int64_t write = s.first_write;
   const int64_t writes_end = p.writes_end(sequence);
+  alignas(64) float kept[2][kMostKeys];
+  HeadToken token(p, s.begin, head, kept[0]);
+  const bool delta = p.has_rule();
+  Held held;
+  Read read;
+  clear(held);
+  if (delta) held_by(state, kMixColumns, token.asked, p.keys, held);
   for (int64_t t = s.begin; t < s.end; ++t) {
-    if (t + 1 < s.end) ask_for(p, t + 1, head, column);
-    go_on(p, t, head, column, count, state);
+    if (t + 2 < s.end) ask_for(p, t + 2, head, column);
+    const bool last = t + 1 == s.end;
+    const HeadToken next = last ? token : HeadToken(p, t + 1, head, kept[(t + 1 - s.begin) % 2]);
+    vf added[NV];
+    token.add(column, count, delta ? &held : nullptr, added);
+    clear(read), clear(held);
+    token.take(state, state, kMixColumns, 0, p.keys, added, read, delta && !last ? &next : nullptr, &held);
+    token.store(column, count, read);
+    token = next;
     if (write < writes_end && p.writes[write].end == t + 1) {
       StateBytes bytes(p.place, p.writes[write++].written, from);
       for (int64_t i = 0; i < p.keys; ++i) bytes.write(state + i * kMixColumns, count * 4, i + 1 < p.keys ? rest : 0);
