@@ -19,7 +19,7 @@ from engine.models.mixers import ConvSpec, DeltaSpec, MambaSpec
 from engine.runner.state_caches import StateCaches
 from engine.step import NO_WRITES, Rows, ScheduledRow, Writes
 
-SIZE, BLOCKS, WIDTHS = 4, 40, (1024, 192, 2048)
+SIZE, BLOCKS, WIDTHS = 4, 160, (1024, 192, 2048)
 """tokens of a block; blocks; bytes of a page in each cache"""
 DELTAS = {
     "delta": DeltaSpec(key_heads=2, value_heads=4, key_dim=16, value_dim=24, taps=4),
@@ -134,6 +134,22 @@ def test_a_sequences_bits_do_not_depend_on_how_it_is_cut_into_steps(linear_ops: 
         parts.append(cut.step([(at, count)], x[at : at + count], layer.outputs))
         at += count
     assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("case", [*DELTAS, *MAMBAS, *SHORTS])
+def test_a_sequences_bits_do_not_depend_on_the_others_of_a_step(linear_ops: LinearOps, case: str) -> None:
+    """The kernels take 128 tokens at once: sequences go on in the next ones behind two of their tokens, one, and many."""
+    layer = layer_of(case, torch.bfloat16)
+    layer.compute_by(linear_ops)
+    counts = [16] * 7 + [14, 12] + [16] * 7 + [5, 9]
+    x = torch.randn(2, sum(counts), layer.inputs, generator=torch.Generator().manual_seed(9)).bfloat16()
+    together, alone = Device(layer, torch.bfloat16, 2), Device(layer, torch.bfloat16, 2)
+    for step in range(2):
+        expected = together.step([(step * count, count) for count in counts], x[step], layer.outputs)
+        for row, own in enumerate(x[step].split(counts)):
+            rows = [(0, 0)] * row + [(step * len(own), len(own))]
+            found = alone.step(rows, own, layer.outputs)
+            assert torch.equal(found, expected[sum(counts[:row]) : sum(counts[: row + 1])]), (step, row)
 
 
 @pytest.mark.parametrize("case", ["delta", "delta of whole columns", "mamba", "short"])

@@ -82,6 +82,13 @@ void write_history(const MixProblem& p, int64_t first, int64_t begin, int64_t co
   }
 }
 
+// A convolution's input, of channels from `at` on.
+template <bool kBf16>
+PAGELOOM_INLINE vf input_of(const MixProblem& p, const void* x, int64_t at, int64_t left) {
+  const vf own = load_some<kBf16>(x, p.mixed_at + at, left);
+  return p.kind == MixKind::kShort ? rounded<kBf16>(own * load_some<kBf16>(x, p.amount_at + at, left)) : own;
+}
+
 constexpr int64_t kConvolvedAtOnce = 4;  // tokens, whose rows lie in one set of a cache where their distance is a bad one
 
 // Of some tokens one vector of channels from `begin` + `c` on, whose history stays in registers. `kTaps`: 0, as many as there are.
@@ -98,14 +105,12 @@ PAGELOOM_INLINE void convolve_vector(const MixProblem& p, int64_t t, int64_t end
   }
   const bool has_bias = p.conv_bias != nullptr, is_short = p.kind == MixKind::kShort;
   const vf bias = has_bias ? load_some<false>(p.conv_bias, begin + c, left) : vf{};
-  const int64_t at = p.mixed_at + begin + c, amount_at = p.amount_at + begin + c, channels = p.channels;
+  const int64_t channels = p.channels;
   const int64_t stride = p.x_stride * (kBf16 ? 2 : 4);
   const char* x = (const char*)row_of<kBf16>(p.x, t, p.x_stride);
-  float* to = p.mixed + t * channels + begin + c;
+  float* to = p.mixed_of(t) + begin + c;
   for (int64_t i = t; i < end; ++i, x += stride, to += channels) {
-    vf own = load_some<kBf16>(x, at, left);
-    if (is_short) own = rounded<kBf16>(own * load_some<kBf16>(x, amount_at, left));
-    past[before] = own;
+    past[before] = input_of<kBf16>(p, x, begin + c, left);
     vf sum{};
 #pragma GCC unroll 4
     for (int64_t tap = 0; tap <= before; ++tap) sum += past[tap] * weight[tap];
@@ -119,20 +124,36 @@ PAGELOOM_INLINE void convolve_vector(const MixProblem& p, int64_t t, int64_t end
   for (int64_t tap = 0; tap < before; ++tap) storef(h.rows[tap] + c, past[tap]);
 }
 
+// The last inputs before token `t`: the step's own as far as it has them, then those that the state holds.
+template <bool kBf16>
+void find_history(const MixProblem& p, const StateSequence& s, int64_t t, int64_t begin, int64_t count, History& h) {
+  const int64_t before = p.taps - 1, own = t - s.begin;
+  if (own < before && s.read >= 0)
+    read_history<kBf16>(p, s.read, begin, count, h);
+  else if (own < before)
+    memset(h.rows, 0, sizeof(h.rows[0]) * (size_t)before);
+  for (int64_t tap = 0; own > 0 && tap < before; ++tap) {
+    if (tap + own < before) {
+      memcpy(h.rows[tap], h.rows[tap + own], sizeof h.rows[0]);
+      continue;
+    }
+    const void* const x = row_of<kBf16>(p.x, t - before + tap, p.x_stride);
+    for (int64_t c = 0; c < count; c += VW) storef(h.rows[tap] + c, input_of<kBf16>(p, x, begin + c, count - c));
+  }
+}
+
 template <bool kBf16, int64_t kTaps>
 void convolve_as(const MixProblem& p, int64_t s, int64_t begin, int64_t end) {
   const int64_t count = end - begin, before = p.taps - 1;
   const StateSequence& sequence = p.sequences[s];
-  if (sequence.begin == sequence.end) return;
+  const int64_t first = p.begin_of(sequence), last = p.end_of(sequence);
+  if (first == last) return;
   alignas(64) History h;
-  if (sequence.read >= 0)
-    read_history<kBf16>(p, sequence.read, begin, count, h);
-  else
-    memset(h.rows, 0, sizeof(h.rows[0]) * (size_t)before);
-  int64_t write = sequence.first_write;
+  find_history<kBf16>(p, sequence, first, begin, count, h);
+  int64_t write = p.next_write(s);
   const int64_t writes_end = p.writes_end(s);
-  for (int64_t t = sequence.begin, until; t < sequence.end; t = until) {
-    until = t + kConvolvedAtOnce < sequence.end ? t + kConvolvedAtOnce : sequence.end;
+  for (int64_t t = first, until; t < last; t = until) {
+    until = t + kConvolvedAtOnce < last ? t + kConvolvedAtOnce : last;
     if (write < writes_end && p.writes[write].end < until) until = p.writes[write].end;
     for (int64_t c = 0; c < count; c += VW) convolve_vector<kBf16, kTaps>(p, t, until, begin, c, count - c, h);
     if (write < writes_end && p.writes[write].end == until)

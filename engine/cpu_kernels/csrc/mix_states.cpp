@@ -4,15 +4,13 @@
 #include <math.h>
 #include <stddef.h>
 
-#include "mix_rows.h"
+#include "mix_walk.h"
 
 using namespace pageloom;
 
 namespace {
 
 constexpr float kLengthEps = 1e-6f;
-constexpr int64_t NV = kMixColumns / VW;
-
 PAGELOOM_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // The same of many. What 1 + y has lost of a small y is put right by what it holds of it.
@@ -49,7 +47,7 @@ void decay_keys(const MixProblem& p, int64_t t, const void* x) {
     for (int64_t i = 0; i < p.keys; i += VW) {
       const int64_t at = h * p.keys + i, left = p.keys - i;
       const vf given = load_some<kBf16>(x, p.decay_at + at, left) + load_some<false>(p.decay_bias, at, left);
-      store_some<false>(p.decay + t * p.heads * p.keys, at, exp2_all(softplus_all(given) * rate), left);
+      store_some<false>(p.decay_of(t), at, exp2_all(softplus_all(given) * rate), left);
     }
   }
 }
@@ -58,7 +56,7 @@ template <bool kBf16>
 void prepare_as(const MixProblem& p, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
-    float* const mixed = p.mixed + t * p.channels;
+    float* const mixed = p.mixed_of(t);
     if (p.has_rule())
       for (int64_t g = 0; g < p.groups; ++g) {
         float *const q = mixed + p.q_at + g * p.keys, *const k = mixed + p.k_at + g * p.keys;
@@ -66,12 +64,12 @@ void prepare_as(const MixProblem& p, int64_t begin, int64_t end) {
         scale(k, p.keys, 1.0f / sqrtf(squares(k, p.keys) + kLengthEps));
       }
     for (int64_t h = 0; h < p.heads; ++h) {
-      float* const amount = p.amount + t * p.heads + h;
+      float* const amount = p.amount_of(t) + h;
       if (p.has_rule()) *amount = 1.0f / (1.0f + expf(-scalar<kBf16>(x, p.amount_at + h)));
       if (p.decays != 1) continue;
       float step = softplus(scalar<kBf16>(x, p.decay_at + h) + p.decay_bias[h]);
       if (!p.has_rule()) *amount = step = fminf(fmaxf(step, p.lowest), p.highest);
-      p.decay[t * p.heads + h] = expf(p.rate[h] * step);
+      p.decay_of(t)[h] = expf(p.rate[h] * step);
     }
     if (p.decays != 1) decay_keys<kBf16>(p, t, x);
   }
@@ -139,13 +137,13 @@ void finish_as(const MixProblem& p, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     const void* const x = row_of<kBf16>(p.x, t, p.x_stride);
     void* const out = (void*)row_of<kBf16>(p.out, t, p.out_stride);
-    float* const made = p.made + t * p.inner();
+    float* const made = p.made_of(t);
     if (p.kind == MixKind::kShort)
-      finish_short<kBf16>(p, x, p.mixed + t * p.channels, out);
+      finish_short<kBf16>(p, x, p.mixed_of(t), out);
     else if (p.has_rule())
       finish_delta<kBf16>(p, x, made, out);
     else
-      finish_mamba<kBf16>(p, x, p.mixed + t * p.channels + p.v_at, made, out);
+      finish_mamba<kBf16>(p, x, p.mixed_of(t) + p.v_at, made, out);
   }
 }
 
@@ -155,151 +153,6 @@ void finish(const MixProblem& p, int64_t begin, int64_t end) {
 
 // -- the recurrence ----------------------------------------------------------------------------------------------------
 
-// Sums over a head's keys for kMixColumns columns: of rows in turns, so many at once that none waits for another.
-constexpr int64_t kHeldRows = NV >= 8 ? 1 : 8 / NV, kReadRows = NV >= 8 ? 1 : 2;
-struct Held {
-  vf of[kHeldRows][NV];
-};
-struct Read {
-  vf of[kReadRows][NV];
-};
-
-// Not by `= {}`, which is a slow instruction for so few bytes.
-template <class Sums>
-PAGELOOM_INLINE void clear(Sums& sums) {
-#pragma GCC unroll 8
-  for (int64_t r = 0; r < (int64_t)(sizeof sums.of / sizeof sums.of[0]); ++r)
-#pragma GCC unroll 8
-    for (int64_t v = 0; v < NV; ++v) sums.of[r][v] = vf{};
-}
-
-template <class Sums, int64_t kRows>
-PAGELOOM_INLINE vf total(const Sums& sums, int64_t v) {
-  vf sum = sums.of[0][v];
-  for (int64_t r = 1; r < kRows; ++r) sum += sums.of[r][v];
-  return sum;
-}
-
-// S'k, of some keys. A function of its own: what is summed stays in registers.
-__attribute__((noinline)) void held_by(const float* state, int64_t stride, const float* key, int64_t keys, Held& held) {
-  vf sums[kHeldRows][NV];
-  memcpy(sums, held.of, sizeof sums);
-  int64_t i = 0;
-  for (; i + kHeldRows <= keys; i += kHeldRows)
-#pragma GCC unroll 8
-    for (int64_t r = 0; r < kHeldRows; ++r) {
-      const vf weight = splat(key[i + r]);
-#pragma GCC unroll 8
-      for (int64_t v = 0; v < NV; ++v) sums[r][v] += weight * loadf(state + (i + r) * stride + v * VW);
-    }
-  memcpy(held.of, sums, sizeof sums);
-  for (int64_t r = 0; i < keys; ++i, ++r)
-    for (int64_t v = 0; v < NV; ++v) held.of[r][v] += splat(key[i]) * loadf(state + i * stride + v * VW);
-}
-
-// What a walk over a state changes and sums.
-struct Walk {
-  const float *key, *query, *decay;
-  const float* next;  // what the token behind this one asks the state for
-  const vf* added;    // [NV]
-  Read* read;
-  Held* held;  // by the state that is left, of the token behind this one
-};
-
-// S = decay S + k added', from where it is to where it is to be; read = S'q, and, `kAsk`, held = S'next. `kEach`: there is a
-// decay of each number of a key. So many columns at once that all sums stay in registers.
-template <bool kEach, bool kAsk>
-__attribute__((noinline)) void take_over(const float* from, float* to, int64_t stride, int64_t keys, const Walk& walk) {
-  constexpr int64_t kTile = NV < 2 ? NV : 2;
-  const float *const key = walk.key, *const query = walk.query, *const decay = walk.decay, *const next = walk.next;
-  const vf all = splat(*decay);
-  for (int64_t first = 0; first < NV; first += kTile, from += kTile * VW, to += kTile * VW) {
-    vf read[kReadRows][kTile], held[kHeldRows][kTile], added[kTile];
-#pragma GCC unroll 8
-    for (int64_t v = 0; v < kTile; ++v) {
-      added[v] = walk.added[first + v];
-#pragma GCC unroll 8
-      for (int64_t r = 0; r < kReadRows; ++r) read[r][v] = walk.read->of[r][first + v];
-#pragma GCC unroll 8
-      for (int64_t r = 0; kAsk && r < kHeldRows; ++r) held[r][v] = walk.held->of[r][first + v];
-    }
-    int64_t i = 0;
-    for (; i + kHeldRows <= keys; i += kHeldRows)
-#pragma GCC unroll 8
-      for (int64_t r = 0; r < kHeldRows; ++r) {
-        const vf k = splat(key[i + r]), q = splat(query[i + r]), kept = kEach ? splat(decay[i + r]) : all;
-        const vf asked = kAsk ? splat(next[i + r]) : vf{};
-        const int64_t row = (i + r) * stride;
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < kTile; ++v) {
-          const vf cell = loadf(from + row + v * VW) * kept + k * added[v];
-          storef(to + row + v * VW, cell);
-          read[r % kReadRows][v] += q * cell;
-          if (kAsk) held[r][v] += asked * cell;
-        }
-      }
-#pragma GCC unroll 8
-    for (int64_t v = 0; v < kTile; ++v) {
-#pragma GCC unroll 8
-      for (int64_t r = 0; r < kReadRows; ++r) walk.read->of[r][first + v] = read[r][v];
-#pragma GCC unroll 8
-      for (int64_t r = 0; kAsk && r < kHeldRows; ++r) walk.held->of[r][first + v] = held[r][v];
-    }
-    for (int64_t r = 0; i < keys; ++i, ++r)
-      for (int64_t v = 0; v < kTile; ++v) {
-        const int64_t at = i * stride + v * VW;
-        const vf cell = loadf(from + at) * (kEach ? splat(decay[i]) : all) + splat(key[i]) * added[v];
-        storef(to + at, cell);
-        walk.read->of[r % kReadRows][first + v] += splat(query[i]) * cell;
-        if (kAsk) walk.held->of[r][first + v] += splat(next[i]) * cell;
-      }
-  }
-}
-
-// What one token brings to a head.
-struct HeadToken {
-  // `kept`: room for as many numbers as a head has keys, rounded up to a vector.
-  HeadToken(const MixProblem& p, int64_t t, int64_t head, float* kept)
-      : key(p.mixed + t * p.channels + p.k_at + head / (p.heads / p.groups) * p.keys), query(key - p.k_at + p.q_at),
-        value(p.mixed + t * p.channels + p.v_at + head * p.values), decay(p.decay + (t * p.heads + head) * p.decays),
-        asked(key), made(p.made + t * p.inner() + head * p.values), amount(p.amount[t * p.heads + head]), decays(p.decays) {
-    if (decays == 1) return;
-    asked = kept;
-    for (int64_t i = 0; i < p.keys; i += VW)
-      storef(kept + i, load_some<false>(key, i, p.keys - i) * load_some<false>(decay, i, p.keys - i));
-  }
-
-  // `held`: what the state held, of the delta rule.
-  void add(int64_t column, int64_t count, const Held* held, vf (&added)[NV]) const {
-    const vf left_of_it = splat(decays == 1 ? *decay : 1.0f);
-    for (int64_t v = 0; v < NV; ++v) {
-      const int64_t left = count - v * VW;
-      added[v] = left > 0 ? load_some<false>(value, column + v * VW, left) : vf{};
-      if (held != nullptr) added[v] -= left_of_it * total<Held, kHeldRows>(*held, v);
-      added[v] *= splat(amount);
-    }
-  }
-  // Keys from `first` on. `next`: null, or the token behind this one, of which `held` is summed.
-  void take(const float* from, float* to, int64_t stride, int64_t first, int64_t keys, const vf (&added)[NV], Read& read,
-            const HeadToken* next = nullptr, Held* held = nullptr) const {
-    const Walk walk = {key + first, query + first, decay + (decays == 1 ? 0 : first),
-                       next == nullptr ? nullptr : next->asked + first, added, &read, held};
-    const auto go = decays == 1 ? (next == nullptr ? take_over<false, false> : take_over<false, true>)
-                                : (next == nullptr ? take_over<true, false> : take_over<true, true>);
-    go(from, to, stride, keys, walk);
-  }
-  void store(int64_t column, int64_t count, const Read& read) const {
-    for (int64_t v = 0; v < NV && v * VW < count; ++v)
-      store_some<false>(made, column + v * VW, total<Read, kReadRows>(read, v), count - v * VW);
-  }
-
-  const float *key, *query, *value, *decay;
-  const float* asked;  // what a state before its decay is asked for: what it holds for that, behind it
-  float* made;
-  float amount;
-  int64_t decays;
-};
-
 constexpr int64_t kKeysAtOnce = 16;                  // rows of a matrix, all columns; of whatever is summed in turns a multiple
 constexpr int64_t kMostOnce = 16 * kMixColumns;      // columns of a head that `recur_once` takes
 
@@ -307,7 +160,7 @@ constexpr int64_t kMostOnce = 16 * kMixColumns;      // columns of a head that `
 // of memory, and another that changes it.
 void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
   const StateSequence& s = p.sequences[sequence];
-  const int64_t from = p.start + p.matrices_at + head * p.keys * p.values * 4, blocks = p.values / kMixColumns;
+  const int64_t from = p.bytes_at(head, 0), blocks = p.values / kMixColumns;
   alignas(64) float kept_keys[kMostKeys];
   const HeadToken token(p, s.begin, head, kept_keys);
   alignas(64) float some[kKeysAtOnce * kMostOnce], more[kKeysAtOnce * kMostOnce];
@@ -347,59 +200,72 @@ void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
 
 // What a token brings: tokens lie so far apart that no CPU guesses the next one.
 PAGELOOM_INLINE void ask_for(const MixProblem& p, int64_t t, int64_t head, int64_t column) {
-  const float* const mixed = p.mixed + t * p.channels;
-  const int64_t group = head / (p.heads / p.groups);
+  const int64_t group = head / (p.heads / p.groups), value = head * p.values + column;
+  const float *const mixed = p.mixed_of(t), *const made = p.made_of(t) + value;
   for (int64_t i = 0; i < p.keys; i += 64 / 4) {
     __builtin_prefetch(mixed + p.k_at + group * p.keys + i);
     __builtin_prefetch(mixed + p.q_at + group * p.keys + i);
   }
   for (int64_t i = 0; i < kMixColumns; i += 64 / 4) {
-    __builtin_prefetch(mixed + p.v_at + head * p.values + column + i);
-    __builtin_prefetch(p.made + t * p.inner() + head * p.values + column + i, 1);
+    __builtin_prefetch(mixed + p.v_at + value + i);
+    __builtin_prefetch(made + i, 1);
   }
-  __builtin_prefetch(p.amount + t * p.heads + head);
-  for (int64_t i = 0; i < p.decays; i += 64 / 4) __builtin_prefetch(p.decay + (t * p.heads + head) * p.decays + i);
+  __builtin_prefetch(p.amount_of(t) + head);
+  for (int64_t i = 0; i < p.decays; i += 64 / 4) __builtin_prefetch(p.decay_of(t) + head * p.decays + i);
+}
+
+// Columns of a head's matrix, rows kMixColumns apart, as the block's first token of the sequence finds them.
+void find_state(const MixProblem& p, const StateSequence& s, int64_t head, int64_t column, int64_t count, float* state) {
+  const size_t size = (size_t)(p.keys * kMixColumns) * 4;
+  if (p.begin_of(s) > s.begin) {
+    memcpy(state, p.carried[0] + p.carried_at(head, column), size);
+    return;
+  }
+  memset(state, 0, size);
+  if (s.read < 0) return;
+  StateBytes bytes(p.place, s.read, p.bytes_at(head, column));
+  for (int64_t i = 0; i < p.keys; ++i)
+    bytes.read(state + i * kMixColumns, count * 4, i + 1 < p.keys ? (p.values - count) * 4 : 0);
+}
+
+void keep_state(const MixProblem& p, int64_t written, int64_t head, int64_t column, int64_t count, const float* state) {
+  StateBytes bytes(p.place, written, p.bytes_at(head, column));
+  for (int64_t i = 0; i < p.keys; ++i)
+    bytes.write(state + i * kMixColumns, count * 4, i + 1 < p.keys ? (p.values - count) * 4 : 0);
 }
 
 void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) {
   const StateSequence& s = p.sequences[sequence];
-  if (s.begin == s.end) return;
+  const int64_t begin = p.begin_of(s), end = p.end_of(s);
+  if (begin == end) return;
   if (s.end - s.begin == 1 && p.values % kMixColumns == 0 && p.values <= kMostOnce) {
     if (column == 0) recur_once(p, sequence, head);
     return;
   }
-  alignas(64) float state[kMostKeys * kMixColumns];
+  alignas(64) float state[kMostKeys * kMixColumns], kept[2][kMostKeys];
   const int64_t count = p.values - column < kMixColumns ? p.values - column : kMixColumns;
-  const int64_t from = p.start + p.matrices_at + (head * p.keys * p.values + column) * 4, rest = (p.values - count) * 4;
-  memset(state, 0, (size_t)(p.keys * kMixColumns) * 4);
-  if (s.read >= 0) {
-    StateBytes bytes(p.place, s.read, from);
-    for (int64_t i = 0; i < p.keys; ++i) bytes.read(state + i * kMixColumns, count * 4, i + 1 < p.keys ? rest : 0);
-  }
-  int64_t write = s.first_write;
+  find_state(p, s, head, column, count, state);
+  int64_t write = p.next_write(sequence);
   const int64_t writes_end = p.writes_end(sequence);
-  alignas(64) float kept[2][kMostKeys];
-  HeadToken token(p, s.begin, head, kept[0]);
+  HeadToken token(p, begin, head, kept[0]);
   const bool delta = p.has_rule();
   Held held;
   Read read;
   clear(held);
   if (delta) held_by(state, kMixColumns, token.asked, p.keys, held);
-  for (int64_t t = s.begin; t < s.end; ++t) {
-    if (t + 2 < s.end) ask_for(p, t + 2, head, column);
-    const bool last = t + 1 == s.end;
-    const HeadToken next = last ? token : HeadToken(p, t + 1, head, kept[(t + 1 - s.begin) % 2]);
+  for (int64_t t = begin; t < end; ++t) {
+    if (t + 2 < end) ask_for(p, t + 2, head, column);
+    const bool last = t + 1 == end;
+    const HeadToken next = last ? token : HeadToken(p, t + 1, head, kept[(t + 1 - begin) % 2]);
     vf added[NV];
     token.add(column, count, delta ? &held : nullptr, added);
     clear(read), clear(held);
     token.take(state, state, kMixColumns, 0, p.keys, added, read, delta && !last ? &next : nullptr, &held);
     token.store(column, count, read);
     token = next;
-    if (write < writes_end && p.writes[write].end == t + 1) {
-      StateBytes bytes(p.place, p.writes[write++].written, from);
-      for (int64_t i = 0; i < p.keys; ++i) bytes.write(state + i * kMixColumns, count * 4, i + 1 < p.keys ? rest : 0);
-    }
+    if (write < writes_end && p.writes[write].end == t + 1) keep_state(p, p.writes[write++].written, head, column, count, state);
   }
+  if (end < s.end) memcpy(p.carried[1] + p.carried_at(head, column), state, (size_t)(p.keys * kMixColumns) * 4);
 }
 
 const MixKernels kKernels = {convolve, prepare, recur, finish};

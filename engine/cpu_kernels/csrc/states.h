@@ -9,7 +9,9 @@ namespace pageloom {
 // kShort: a convolution between two gates alone; kKimi: kDelta with a decay of each number of a key, and other gates.
 enum class MixKind : int32_t { kDelta = 0, kMamba = 1, kShort = 2, kKimi = 3 };
 
-constexpr int64_t kMostTaps = 16, kMostKeys = 512;  // of a convolution; of a head
+constexpr int64_t kMostTaps = 16, kMostKeys = 512;       // of a convolution; of a head
+constexpr int64_t kMixChannels = 256, kMixColumns = 32;  // that one call of a kernel makes, at most
+constexpr int64_t kMixTokens = 128;  // of a block: what is between a layer's matrices stays in caches
 
 // Where states lie: in bundles of pages, each page a row of every cache.
 struct StatePlace {
@@ -110,21 +112,41 @@ struct MixProblem {
   int64_t num_sequences;
   const StateWrite* writes;
   int64_t num_writes;
-  float* mixed;   // [tokens][channels]: behind convolution and activation
-  float* decay;   // [tokens][heads * decays]
-  float* amount;  // [tokens][heads]
-  float* made;    // [tokens][heads * values]
+  // Of a block of tokens, [first, last), and of the sequences that have some of them.
+  int64_t first, last, first_sequence, last_sequence;
+  float* mixed;   // [block][channels]: behind convolution and activation
+  float* decay;   // [block][heads * decays]
+  float* amount;  // [block][heads]
+  float* made;    // [block][heads * values]
+  float* carried[2];  // matrices from the block before, and for the next one, of a sequence that is in both
 
   int64_t inner() const { return heads * values; }
+  float* mixed_of(int64_t t) const { return mixed + (t - first) * channels; }
+  float* decay_of(int64_t t) const { return decay + (t - first) * heads * decays; }
+  float* amount_of(int64_t t) const { return amount + (t - first) * heads; }
+  float* made_of(int64_t t) const { return made + (t - first) * inner(); }
+  int64_t begin_of(const StateSequence& s) const { return s.begin > first ? s.begin : first; }
+  int64_t end_of(const StateSequence& s) const { return s.end < last ? s.end : last; }
+  int64_t columns() const { return (values + kMixColumns - 1) / kMixColumns; }
+  int64_t carried_at(int64_t head, int64_t column) const {
+    return (head * columns() + column / kMixColumns) * keys * kMixColumns;
+  }
+  int64_t carried_size() const { return carried_at(heads, 0); }
+  int64_t bytes_at(int64_t head, int64_t column) const { return start + matrices_at + (head * keys * values + column) * 4; }
   bool has_rule() const { return kind == MixKind::kDelta || kind == MixKind::kKimi; }
   int64_t writes_end(int64_t sequence) const {
     return sequence + 1 < num_sequences ? sequences[sequence + 1].first_write : num_writes;
   }
+  // The first that is not behind a token before the block.
+  int64_t next_write(int64_t sequence) const {
+    int64_t write = sequences[sequence].first_write;
+    for (const int64_t end = writes_end(sequence); write < end && writes[write].end <= first;) ++write;
+    return write;
+  }
 };
 
-constexpr int64_t kMixChannels = 256, kMixColumns = 32;  // that one call of a kernel makes, at most
-
-// A token's result depends on its own past alone: not on what other tokens a step has, nor on how the work is cut.
+// A token's result depends on its own past alone: not on what other tokens a step has, nor on how the work is cut. All of them
+// take what the block has.
 struct MixKernels {
   // Inputs of channels [begin, end), at most kMixChannels, of one sequence's tokens; and those that states are to hold.
   void (*convolve)(const MixProblem&, int64_t sequence, int64_t begin, int64_t end);
@@ -141,7 +163,7 @@ const MixKernels* mix_states_portable();
 const MixKernels* mix_states_avx2();
 const MixKernels* mix_states_avx512();
 const MixKernels* mix_states_avx512bf16();
-void run_mix(const MixProblem& problem, const MixKernels& kernels, const Threads& threads);
+void run_mix(MixProblem problem, const MixKernels& kernels, const Threads& threads);  // block by block
 const MixKernels* mix_kernels_of(int64_t isa);  // null: none
 
 }  // namespace pageloom

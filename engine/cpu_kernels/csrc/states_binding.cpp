@@ -1,6 +1,8 @@
 // The operator on layers that keep states.
 #include "states.h"
 
+#include <algorithm>
+
 #include "binding.h"
 
 namespace pageloom {
@@ -141,12 +143,16 @@ void mix_states(Tensor x, Tensor out, std::vector<int64_t> shape, double norm_ep
   const MixKernels* const kernels = mix_kernels_of(isa);
   PAGELOOM_CHECK(kernels != nullptr, kOp, ": ISA ", isa, " is not available on this CPU, or not built");
   if (p.tokens == 0) return;
-  const Tensor mixed = Tensor::empty({p.tokens, p.channels}, ScalarType::Float), made = Tensor::empty({p.tokens, p.inner()}, ScalarType::Float);
-  const Tensor rates = Tensor::empty({p.tokens, p.heads * (p.decays + 1)}, ScalarType::Float);
+  const int64_t block = std::min(p.tokens, kMixTokens);
+  const Tensor mixed = Tensor::empty({block, p.channels}, ScalarType::Float), made = Tensor::empty({block, p.inner()}, ScalarType::Float);
+  const Tensor rates = Tensor::empty({block, p.heads * (p.decays + 1)}, ScalarType::Float);
+  const Tensor carried = Tensor::empty({2, block < p.tokens && !is_short ? p.carried_size() : 0}, ScalarType::Float);
   p.mixed = static_cast<float*>(mixed.data_ptr());
   p.made = static_cast<float*>(made.data_ptr());
   p.decay = static_cast<float*>(rates.data_ptr());
-  p.amount = p.decay + p.tokens * p.heads * p.decays;
+  p.amount = p.decay + block * p.heads * p.decays;
+  p.carried[0] = static_cast<float*>(carried.data_ptr());
+  p.carried[1] = p.carried[0] + carried.numel() / 2;
   run_mix(p, *kernels, lent_threads());
 }
 
