@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch._ops import OpOverload
@@ -100,15 +101,20 @@ def put_rows(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> N
 
 
 def put_blocks(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> None:
-    """The same of a slot [blocks, max_rank, BLOCK outputs]."""
+    """The same of a slot bfloat16 [blocks, max_rank, BLOCK outputs] on a CPU."""
     count, rank = b.shape
     first, last = start // BLOCK, -(-(start + count) // BLOCK)
-    blocks, b = slot[first:last, :rank], _scaled(b, scale)
+    blocks, given = _bits(slot)[first:last, :rank], _bits(_scaled(b, scale))
     if start % BLOCK or count % BLOCK:  # its neighbours' stay
-        whole = blocks.transpose(1, 2).clone().flatten(0, 1)
-        whole[start - first * BLOCK :][:count] = b
-        b = whole
-    blocks.copy_(b.view(-1, BLOCK, rank).transpose(1, 2))
+        whole = blocks.transpose(0, 2, 1).reshape(-1, rank)
+        whole[start - first * BLOCK :][:count] = given
+        given = whole
+    blocks[:] = given.reshape(-1, BLOCK, rank).transpose(0, 2, 1)
+
+
+def _bits(bfloats: torch.Tensor) -> np.ndarray:
+    """For small copies, which cost half as much without torch; there are hundreds of an adapter."""
+    return bfloats.view(torch.int16).numpy()
 
 
 def _scaled(b: torch.Tensor, scale: float) -> torch.Tensor:
@@ -203,9 +209,14 @@ class AdaptedPacked(Adapted):
 
     def write(self, slot: int, part: int, start: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
         """See `Adapted.write`."""
+        rank = a.size(0)
         put_blocks(self.b[slot], start, b, scale)
-        self.a[slot, part, : len(a)].copy_(a)
-        self.ranks[slot, part] = len(a)
+        _bits(self.a)[slot, part, :rank] = _bits(a)
+        self.ranks.numpy()[slot, part] = rank
+
+    def clear(self, slot: int) -> None:
+        """See `Adapted.clear`."""
+        self.ranks.numpy()[slot] = 0
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """See `engine.models.packed.PackedLinear`."""

@@ -183,6 +183,8 @@ class AdapterFiles:
 
     def _spread(self, targets: Targets) -> None:
         """Of tensors that hold what is added to all experts of a layer, each expert's apart."""
+        if not targets.has_stacks:
+            return
         stacked: dict[str, dict[str, torch.Tensor]] = {}
         for name in list(self._tensors):
             match = _NAME.fullmatch(name)

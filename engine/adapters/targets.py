@@ -145,6 +145,11 @@ class Targets:
         is_there = len(of_kind) > 1 or matrix not in ("gate_proj", "w1")
         return of_kind[which] if is_there or kind == "down" else None
 
+    @property
+    def has_stacks(self) -> bool:
+        """There is room for what changes experts."""
+        return bool(self._stacks)
+
     def find_stack(self, module: str) -> Stack | None:
         """By the name of the module of all of a layer's experts, which a file has again for its other tensors."""
         return self._stacks.get(whole_name(module))

@@ -138,7 +138,7 @@ def test_a_sequences_bits_do_not_depend_on_how_it_is_cut_into_steps(linear_ops: 
 
 @pytest.mark.parametrize("case", [*DELTAS, *MAMBAS, *SHORTS])
 def test_a_sequences_bits_do_not_depend_on_the_others_of_a_step(linear_ops: LinearOps, case: str) -> None:
-    """The kernels take 128 tokens at once: sequences go on in the next ones behind two of their tokens, one, and many."""
+    """The kernels take 128 tokens at once; sequences go on in the next 128 behind one of their tokens, two and many."""
     layer = layer_of(case, torch.bfloat16)
     layer.compute_by(linear_ops)
     counts = [16] * 7 + [14, 12] + [16] * 7 + [5, 9]
