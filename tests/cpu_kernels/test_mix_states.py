@@ -67,21 +67,25 @@ def layer_of(case: str, dtype: torch.dtype) -> Layer:
 class Device:
     """Caches, and a table in which every block of a row has a state, or every other one."""
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, every: int) -> None:
+    def __init__(self, layer: Layer, dtype: torch.dtype, every: int, most: int = 8) -> None:
+        """`most`: blocks of a row."""
         pages = -(-2 * (layer.facts.state_bytes(dtype.itemsize) + 64) // sum(WIDTHS))
         self.states = StateCaches([layer, layer], dtype, State(pages, every))
         self.caches = [torch.zeros(pages * BLOCKS, width, dtype=torch.uint8) for width in WIDTHS]
         self.states.allocate(self.caches)
         order = torch.randperm(pages * BLOCKS, generator=torch.Generator().manual_seed(1)).view(BLOCKS, pages)
         self.states.place(order.tolist(), NO_WRITES, 0)
-        self.firsts, self.every = order[:, 0].tolist(), every
+        self.firsts, self.every, self.most = order[:, 0].tolist(), every, most
         self.ends: dict[int, int] = {}
         """of each row: behind how many tokens its state is"""
 
     def table(self, row: int, upto: int) -> list[int]:
         blocks = -(-upto // SIZE)
-        kept = [index == blocks - 1 or (index + 1) % self.every == 0 for index in range(8)]
-        return [self.firsts[8 * row + index] if its and index < blocks else NO_BLOCK for index, its in enumerate(kept)]
+        kept = [index == blocks - 1 or (index + 1) % self.every == 0 for index in range(self.most)]
+        return [
+            self.firsts[self.most * row + index] if its and index < blocks else NO_BLOCK
+            for index, its in enumerate(kept)
+        ]
 
     def step(self, rows: list[tuple[int, int]], x: torch.Tensor, outputs: int, drafts: int = 0) -> torch.Tensor:
         """`drafts`: how many of each row's tokens are."""
@@ -89,7 +93,7 @@ class Device:
         for row, (before, count) in enumerate(rows):
             if before:  # what the step before has made last stays where it is, with drafts before those that were right
                 for last in range((self.ends[row] - 1) // SIZE, (before + count - 1) // SIZE):
-                    tables[row][last] = self.firsts[8 * row + last]
+                    tables[row][last] = self.firsts[self.most * row + last]
             self.ends[row] = before + count - drafts
         batch = SimpleNamespace(block_size=SIZE, block_tables=torch.empty(0))
         self.states.place([], Writes.of((0, row, 0, table) for row, table in enumerate(tables)), 0)
@@ -136,20 +140,59 @@ def test_a_sequences_bits_do_not_depend_on_how_it_is_cut_into_steps(linear_ops: 
     assert torch.equal(torch.cat(parts), expected)
 
 
+COUNTS = {
+    "behind two tokens, and behind one": [16] * 7 + [14, 12] + [16] * 7 + [5, 9],
+    "behind one, whose state is written there": [16] * 7 + [15, 15],
+    "behind many": [16] * 7 + [6, 16, 16],
+}
+"""tokens of sequences: where the kernels' next 128 begin"""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("case", [*DELTAS, *MAMBAS, *SHORTS])
-def test_a_sequences_bits_do_not_depend_on_the_others_of_a_step(linear_ops: LinearOps, case: str) -> None:
-    """The kernels take 128 tokens at once; sequences go on in the next 128 behind one of their tokens, two and many."""
+def test_a_sequences_bits_do_not_depend_on_the_others_of_a_step(
+    linear_ops: LinearOps, case: str, counts: list[int], isa: str
+) -> None:
+    if isa not in linear_ops.isas:
+        pytest.skip(f"this CPU has no {isa}")
     layer = layer_of(case, torch.bfloat16)
-    layer.compute_by(linear_ops)
-    counts = [16] * 7 + [14, 12] + [16] * 7 + [5, 9]
+    layer.compute_by(linear_ops, ISAS.index(isa) + 1)
     x = torch.randn(2, sum(counts), layer.inputs, generator=torch.Generator().manual_seed(9)).bfloat16()
-    together, alone = Device(layer, torch.bfloat16, 2), Device(layer, torch.bfloat16, 2)
+    together, *alone = [Device(layer, torch.bfloat16, 2) for _ in range(1 + len(counts))]
     for step in range(2):
         expected = together.step([(step * count, count) for count in counts], x[step], layer.outputs)
         for row, own in enumerate(x[step].split(counts)):
-            rows = [(0, 0)] * row + [(step * len(own), len(own))]
-            found = alone.step(rows, own, layer.outputs)
+            found = alone[row].step([(step * len(own), len(own))], own, layer.outputs)
             assert torch.equal(found, expected[sum(counts[:row]) : sum(counts[: row + 1])]), (step, row)
+
+
+@pytest.mark.parametrize("case", ["delta", "kimi of whole columns", "mamba", "short"])
+def test_drafts_of_many_sequences(linear_ops: LinearOps, case: str) -> None:
+    """A state is written behind the token before the drafts: of one sequence two tokens before the next 128 begin."""
+    layer, rows = layer_of(case, torch.bfloat16), 20
+    layer.compute_by(linear_ops)
+    x = torch.randn(2, rows, 7, layer.inputs, generator=torch.Generator().manual_seed(9)).bfloat16()
+    together, *alone = [Device(layer, torch.bfloat16, 2) for _ in range(1 + rows)]
+    for step, before in enumerate((0, 3)):
+        drafts = 4 if step == 0 else 0
+        expected = together.step([(before, 7)] * rows, x[step].flatten(0, 1), layer.outputs, drafts).view(rows, 7, -1)
+        for row in range(rows):
+            found = alone[row].step([(before, 7)], x[step, row], layer.outputs, drafts)
+            assert torch.equal(found, expected[row]), (step, row)
+
+
+@pytest.mark.parametrize("case", ["delta", "kimi of whole columns", "mamba", "short"])
+def test_a_prompt_of_many_tokens(linear_ops: LinearOps, case: str) -> None:
+    layer = layer_of(case, torch.bfloat16)
+    layer.compute_by(linear_ops)
+    x = torch.randn(300, layer.inputs, generator=torch.Generator().manual_seed(9)).bfloat16()
+    whole, cut = Device(layer, torch.bfloat16, 2, 75), Device(layer, torch.bfloat16, 2, 75)
+    expected, at, parts = whole.step([(0, 300)], x, layer.outputs), 0, []
+    for count in (127, 1, 172):
+        parts.append(cut.step([(at, count)], x[at : at + count], layer.outputs))
+        at += count
+    assert torch.equal(torch.cat(parts), expected)
 
 
 @pytest.mark.parametrize("case", ["delta", "delta of whole columns", "mamba", "short"])

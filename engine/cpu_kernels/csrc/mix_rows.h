@@ -89,7 +89,7 @@ PAGELOOM_INLINE vf input_of(const MixProblem& p, const void* x, int64_t at, int6
   return p.kind == MixKind::kShort ? rounded<kBf16>(own * load_some<kBf16>(x, p.amount_at + at, left)) : own;
 }
 
-constexpr int64_t kConvolvedAtOnce = 4;  // tokens, whose rows lie in one set of a cache where their distance is a bad one
+constexpr int64_t kConvolvedAtOnce = 4;  // tokens: more rows, a power of two apart, would share a set of the cache
 
 // Of some tokens one vector of channels from `begin` + `c` on, whose history stays in registers. `kTaps`: 0, as many as there are.
 template <bool kBf16, int64_t kTaps>
@@ -124,12 +124,17 @@ PAGELOOM_INLINE void convolve_vector(const MixProblem& p, int64_t t, int64_t end
   for (int64_t tap = 0; tap < before; ++tap) storef(h.rows[tap] + c, past[tap]);
 }
 
-// The last inputs before token `t`: the step's own as far as it has them, then those that the state holds.
+// The last inputs before token `t`: the step's own back to where a state of the sequence was written last, or to its first
+// token, then those that this state holds. (The one that was read at first may lie where another has been written since.)
 template <bool kBf16>
-void find_history(const MixProblem& p, const StateSequence& s, int64_t t, int64_t begin, int64_t count, History& h) {
-  const int64_t before = p.taps - 1, own = t - s.begin;
-  if (own < before && s.read >= 0)
-    read_history<kBf16>(p, s.read, begin, count, h);
+void find_history(const MixProblem& p, int64_t sequence, int64_t t, int64_t begin, int64_t count, History& h) {
+  const StateSequence& s = p.sequences[sequence];
+  const int64_t write = p.next_write(sequence);
+  const bool wrote = write > s.first_write;
+  const int64_t held = wrote ? p.writes[write - 1].written : s.read;
+  const int64_t before = p.taps - 1, own = t - (wrote ? p.writes[write - 1].end : s.begin);
+  if (own < before && held >= 0)
+    read_history<kBf16>(p, held, begin, count, h);
   else if (own < before)
     memset(h.rows, 0, sizeof(h.rows[0]) * (size_t)before);
   for (int64_t tap = 0; own > 0 && tap < before; ++tap) {
@@ -149,7 +154,7 @@ void convolve_as(const MixProblem& p, int64_t s, int64_t begin, int64_t end) {
   const int64_t first = p.begin_of(sequence), last = p.end_of(sequence);
   if (first == last) return;
   alignas(64) History h;
-  find_history<kBf16>(p, sequence, first, begin, count, h);
+  find_history<kBf16>(p, s, first, begin, count, h);
   int64_t write = p.next_write(s);
   const int64_t writes_end = p.writes_end(s);
   for (int64_t t = first, until; t < last; t = until) {

@@ -154,6 +154,7 @@ void finish(const MixProblem& p, int64_t begin, int64_t end) {
 // -- the recurrence ----------------------------------------------------------------------------------------------------
 
 constexpr int64_t kKeysAtOnce = 16;                  // rows of a matrix, all columns; of whatever is summed in turns a multiple
+static_assert(kKeysAtOnce % kHeldRows == 0, "else sums of pieces are others than those of all keys");
 constexpr int64_t kMostOnce = 16 * kMixColumns;      // columns of a head that `recur_once` takes
 
 // All columns of a head for a sequence's one token, where its matrix lies: a walk over it for what it holds, in the order
@@ -214,7 +215,7 @@ PAGELOOM_INLINE void ask_for(const MixProblem& p, int64_t t, int64_t head, int64
   for (int64_t i = 0; i < p.decays; i += 64 / 4) __builtin_prefetch(p.decay_of(t) + head * p.decays + i);
 }
 
-// Columns of a head's matrix, rows kMixColumns apart, as the block's first token of the sequence finds them.
+// Columns of a head's matrix, rows kMixColumns apart, as the sequence's first token of the stretch finds them.
 void find_state(const MixProblem& p, const StateSequence& s, int64_t head, int64_t column, int64_t count, float* state) {
   const size_t size = (size_t)(p.keys * kMixColumns) * 4;
   if (p.begin_of(s) > s.begin) {

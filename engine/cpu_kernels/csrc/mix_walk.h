@@ -10,6 +10,7 @@ constexpr int64_t NV = kMixColumns / VW;
 
 // Sums over a head's keys for kMixColumns columns: of rows in turns, so many at once that none waits for another.
 constexpr int64_t kHeldRows = NV >= 8 ? 1 : 8 / NV, kReadRows = NV >= 8 ? 1 : 2;
+static_assert(kHeldRows % kReadRows == 0, "walks take kHeldRows rows at once");
 struct Held {
   vf of[kHeldRows][NV];
 };
@@ -56,7 +57,7 @@ struct Walk {
   const float* next;  // what the token behind this one asks the state for
   const vf* added;    // [NV]
   Read* read;
-  Held* held;  // by the state that is left, of the token behind this one
+  Held* held;  // by the new state, of what the token behind this one asks for
 };
 
 // S = decay S + k added', from where it is to where it is to be; read = S'q, and, `kAsk`, held = S'next. `kEach`: there is a
@@ -64,6 +65,7 @@ struct Walk {
 template <bool kEach, bool kAsk>
 __attribute__((noinline)) void take_over(const float* from, float* to, int64_t stride, int64_t keys, const Walk& walk) {
   constexpr int64_t kTile = NV < 2 ? NV : 2;
+  static_assert(NV % kTile == 0, "");
   const float *const key = walk.key, *const query = walk.query, *const decay = walk.decay, *const next = walk.next;
   const vf all = splat(*decay);
   for (int64_t first = 0; first < NV; first += kTile, from += kTile * VW, to += kTile * VW) {

@@ -11,7 +11,7 @@ enum class MixKind : int32_t { kDelta = 0, kMamba = 1, kShort = 2, kKimi = 3 };
 
 constexpr int64_t kMostTaps = 16, kMostKeys = 512;       // of a convolution; of a head
 constexpr int64_t kMixChannels = 256, kMixColumns = 32;  // that one call of a kernel makes, at most
-constexpr int64_t kMixTokens = 128;  // of a block: what is between a layer's matrices stays in caches
+constexpr int64_t kMixTokens = 128;  // of a stretch: what is between a layer's matrices stays in caches
 
 // Where states lie: in bundles of pages, each page a row of every cache.
 struct StatePlace {
@@ -112,13 +112,13 @@ struct MixProblem {
   int64_t num_sequences;
   const StateWrite* writes;
   int64_t num_writes;
-  // Of a block of tokens, [first, last), and of the sequences that have some of them.
+  // A stretch of tokens, [first, last), and the sequences that have some of them, [first_sequence, last_sequence).
   int64_t first, last, first_sequence, last_sequence;
-  float* mixed;   // [block][channels]: behind convolution and activation
-  float* decay;   // [block][heads * decays]
-  float* amount;  // [block][heads]
-  float* made;    // [block][heads * values]
-  float* carried[2];  // matrices from the block before, and for the next one, of a sequence that is in both
+  float* mixed;   // [stretch][channels]: behind convolution and activation
+  float* decay;   // [stretch][heads * decays]
+  float* amount;  // [stretch][heads]
+  float* made;    // [stretch][heads * values]
+  float* carried[2];  // matrices from the stretch before, and for the next one, of a sequence that is in both
 
   int64_t inner() const { return heads * values; }
   float* mixed_of(int64_t t) const { return mixed + (t - first) * channels; }
@@ -137,7 +137,7 @@ struct MixProblem {
   int64_t writes_end(int64_t sequence) const {
     return sequence + 1 < num_sequences ? sequences[sequence + 1].first_write : num_writes;
   }
-  // The first that is not behind a token before the block.
+  // The first that is not behind a token before the stretch.
   int64_t next_write(int64_t sequence) const {
     int64_t write = sequences[sequence].first_write;
     for (const int64_t end = writes_end(sequence); write < end && writes[write].end <= first;) ++write;
@@ -145,8 +145,8 @@ struct MixProblem {
   }
 };
 
-// A token's result depends on its own past alone: not on what other tokens a step has, nor on how the work is cut. All of them
-// take what the block has.
+// A token's result depends on its own past alone: not on what other tokens a step has, nor on how the work is cut. Tokens and
+// sequences are numbered as the step's; each call keeps to those of the stretch.
 struct MixKernels {
   // Inputs of channels [begin, end), at most kMixChannels, of one sequence's tokens; and those that states are to hold.
   void (*convolve)(const MixProblem&, int64_t sequence, int64_t begin, int64_t end);
@@ -163,7 +163,7 @@ const MixKernels* mix_states_portable();
 const MixKernels* mix_states_avx2();
 const MixKernels* mix_states_avx512();
 const MixKernels* mix_states_avx512bf16();
-void run_mix(MixProblem problem, const MixKernels& kernels, const Threads& threads);  // block by block
+void run_mix(MixProblem problem, const MixKernels& kernels, const Threads& threads);  // stretch by stretch
 const MixKernels* mix_kernels_of(int64_t isa);  // null: none
 
 }  // namespace pageloom

@@ -1,4 +1,5 @@
-// A layer's states in one step, over threads: four phases, each cut into pieces that whoever is free takes.
+// A layer's states in one step, over threads: stretches of its tokens, one after the other, each in four phases, which are cut into
+// pieces that whoever is free takes.
 #include "states.h"
 
 #include <algorithm>
@@ -47,7 +48,7 @@ void finish(const MixProblem& p, const MixKernels& k, int64_t i) {
   k.finish(p, p.first + i * kTokens, std::min(p.first + (i + 1) * kTokens, p.last));
 }
 
-void run_block(const MixProblem& p, const MixKernels& kernels, const Threads& threads) {
+void run_stretch(const MixProblem& p, const MixKernels& kernels, const Threads& threads) {
   const auto run = [&](void (*piece)(const MixProblem&, const MixKernels&, int64_t), int64_t pieces, int64_t work) {
     Phase phase{p, piece, kernels, pieces};
     threads.run(work < kSerialWork ? 1 : pieces, worker, &phase);
@@ -66,7 +67,7 @@ void run_mix(MixProblem p, const MixKernels& kernels, const Threads& threads) {
     p.last = std::min(p.first + kMixTokens, p.tokens);
     while (p.sequences[p.first_sequence].end <= p.first) ++p.first_sequence;
     while (p.last_sequence < p.num_sequences && p.sequences[p.last_sequence].begin < p.last) ++p.last_sequence;
-    run_block(p, kernels, threads);
+    run_stretch(p, kernels, threads);
     std::swap(p.carried[0], p.carried[1]);
   }
 }
