@@ -72,6 +72,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     params: RowParams
     adapter_slot: int = -1
     """where the adapter is that it is computed with; -1: it has none"""
+    cache_salt: str | None = None
+    """drafts come of what rows with an equal one have brought"""
 
 
 class Columns(msgspec.Struct, frozen=True, eq=False):

@@ -3,6 +3,7 @@ how many steps they take."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,8 @@ from engine.runner.request_table import RequestTable
 from engine.sampling.upload import upload
 from engine.speculation_config import SpeculationConfig
 
-_RECENT_TOKENS = 1 << 16
+_RECENT_TOKENS, _RECENT_SALTS = 1 << 16, 64
+_NOTHING = torch.zeros(0, dtype=torch.int32)
 
 
 class Proposer(Protocol):
@@ -56,19 +58,30 @@ class NgramProposer:
 
 
 class SuffixProposer:
-    """From the row's own tokens and from recent outputs of all rows; on a CPU."""
+    """From the row's own tokens and from recent outputs of rows with an equal cache salt; on a CPU."""
 
     def __init__(self, config: SpeculationConfig, table: RequestTable, kernels: SuffixKernels) -> None:
         self._config, self._table, self._kernels = config, table, kernels
-        self._recent = torch.zeros(0, dtype=torch.int32)
+        self._recent: OrderedDict[str | None, torch.Tensor] = OrderedDict()
+        """outputs by their rows' salt; that to which one was added last is the last"""
 
     def propose(self, rows: Sequence[int], most: Sequence[int]) -> Sequence[int]:
+        counts = [0] * len(rows)
+        salts = self._table.cache_salts
+        for salt in dict.fromkeys(salts.get(row) for row in rows):
+            places = [place for place, row in enumerate(rows) if salts.get(row) == salt]
+            some = self._propose([rows[place] for place in places], [most[place] for place in places], salt)
+            for place, count in zip(places, some, strict=True):
+                counts[place] = count
+        return counts
+
+    def _propose(self, rows: Sequence[int], most: Sequence[int], salt: str | None) -> Sequence[int]:
         counts = self._kernels.propose_suffix(
             self._table.tokens,
             torch.tensor(rows, dtype=torch.int64),
             self._table.lengths,
             torch.tensor(most, dtype=torch.int32),
-            self._recent,
+            self._recent.get(salt, _NOTHING),
             self._config.suffix_decoding_max_tree_depth,
             self._config.suffix_decoding_max_spec_factor,
             self._config.suffix_decoding_min_token_prob,
@@ -81,8 +94,11 @@ class SuffixProposer:
     def end(self, row: int) -> None:
         output = self._table.tokens[row, self._table.prompt_len.get(row, 0) : self._table.lengths[row]]
         if len(output) > 1:
-            end = torch.tensor([END], dtype=torch.int32)
-            self._recent = torch.cat((self._recent, output, end))[-_RECENT_TOKENS:].contiguous()
+            salt, end = self._table.cache_salts.get(row), torch.tensor([END], dtype=torch.int32)
+            recent = self._recent.pop(salt, _NOTHING)
+            self._recent[salt] = torch.cat((recent, output, end))[-_RECENT_TOKENS:].contiguous()
+            if len(self._recent) > _RECENT_SALTS:
+                self._recent.popitem(last=False)
 
 
 def proposer_of(config: SpeculationConfig, table: RequestTable, cache_dir: Path) -> Proposer | None:

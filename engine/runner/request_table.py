@@ -62,6 +62,8 @@ class RequestTable:
         """rows that asked for the log-probabilities of their prompt → how many alternatives"""
         self.pooling: dict[int, Pooling] = {}
         """rows of which hidden states are wanted, and which"""
+        self.cache_salts: dict[int, str] = {}
+        """rows whose prefixes, and outputs, are for rows with an equal one"""
         self.adapter_slots = np.full(max_rows, -1, dtype=np.int32)
         """int32 [rows], on the host: each row's adapter; -1: none"""
         self.failed: dict[int, str] = {}
@@ -102,6 +104,7 @@ class RequestTable:
             raise ValueError(f"row {row} was released, but holds nothing")
         self.prompt_logprobs.pop(row, None)
         self.pooling.pop(row, None)
+        self.cache_salts.pop(row, None)
         self.adapter_slots[row] = -1
         self.failed.pop(row, None)
 
@@ -114,6 +117,8 @@ class RequestTable:
             )
         self.prompt_len[new.row] = new.prompt_len
         self.adapter_slots[new.row] = new.adapter_slot
+        if new.cache_salt is not None:
+            self.cache_salts[new.row] = new.cache_salt
         if new.params.prompt_logprobs is not None:
             self.prompt_logprobs[new.row] = new.params.prompt_logprobs
         if new.params.pooling is not None:

@@ -131,7 +131,7 @@ class Arrivals:
         key = (0 if self._config.policy == "fcfs" else request.priority, self._number)
         blocks = self._held.kv.open(request.cache_salt, request.adapter_key)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
-        seq.adapter, seq.tenant = request.lora_request, request.tenant.name
+        seq.adapter, seq.tenant, seq.cache_salt = request.lora_request, request.tenant.name, request.cache_salt
         seq.arrived_at = self._expected.clock()
         if request.deadline_s is not None:
             seq.deadline = seq.arrived_at + request.deadline_s

@@ -84,6 +84,7 @@ class Sequence:
     """blocks of the host tier that are held for it until it starts"""
     account: Account | None = None
     """whose it is, where the policy is fair, until it has ended"""
+    cache_salt: str | None = None
     adapter: LoRARequest | None = None
     slot: int = -1
     """the adapter's, from before the sequence waits for a row until it has ended"""

@@ -58,6 +58,7 @@ class StepDraft:
             prompt_len=seq.prompt_len,
             params=seq.params,
             adapter_slot=seq.slot,
+            cache_salt=seq.cache_salt,
         )
         table = Growth(0, [table.copy() for table in seq.blocks.tables], [])
         self._added.append(new)

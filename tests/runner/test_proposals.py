@@ -77,6 +77,25 @@ def test_what_came_most_often_after_the_same_tokens(
     assert drafts_of(proposer, table, [1], [most]) == [expected_suffix(texts, own, config, most)]
 
 
+def test_drafts_come_only_of_outputs_with_the_same_salt() -> None:
+    """How many tokens a step brings is seen by who waits for them: it tells nothing of what others were answered."""
+    table = a_table()
+    proposer = SuffixProposer(SpeculationConfig(method="suffix"), table, HostDraftKernels())
+    for row, salt in enumerate((None, "a", "b")):
+        if salt is not None:
+            table.cache_salts[row] = salt
+        table.prompt_len[row] = 0
+        know(table, row, [1, 2, 3 + row, 6, 7])
+        proposer.end(row)
+    for row, salt in enumerate(("b", None, "a", "c")):
+        table.cache_salts.pop(row, None)
+        if salt is not None:
+            table.cache_salts[row] = salt
+        know(table, row, [1, 2])
+    found = drafts_of(proposer, table, [0, 1, 2, 3], [2, 2, 2, 2])
+    assert found == [[5, 6], [3, 6], [4, 6], []]
+
+
 def test_who_leaves_before_the_first_token_leaves_nothing_of_those_before(tmp_path: Path) -> None:
     """A row that was another's: neither its prompt nor its output counts again."""
     runner = tiny_runner(tmp_path)
@@ -88,4 +107,4 @@ def test_who_leaves_before_the_first_token_leaves_nothing_of_those_before(tmp_pa
     runner.execute(StepPlan(step_id=1, released=[1], added=[new])).wait()
     proposer = SuffixProposer(SpeculationConfig(method="suffix"), table, HostDraftKernels())
     proposer.end(1)
-    assert table.lengths[1] == 4 and len(proposer._recent) == 0
+    assert table.lengths[1] == 4 and not proposer._recent
