@@ -87,17 +87,19 @@ class AsyncEngine(Administered):
         lora_request: LoRARequest | None = None,
         tenant: Tenant = NOBODY,
         timeout_s: float | None = None,
+        arrived_at: float | None = None,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they come: cumulative, with `delta` only what is new, with `final_only` one, at the end; without
         either, as the parameters' `output_kind` has it. The last one is `finished`. `tenant`: whose share of the
         engine it takes (`scheduling_policy="fair"`). `timeout_s`: in which it must end; what cannot be served so soon
-        is refused at once. `watch` is told of the end, whatever it is.
+        is refused at once. It counts from `arrived_at`, on `time.monotonic`'s clock; None: from when the first output
+        is asked for. `watch` is told of the end, whatever it is.
 
         A consumer that is slow gets several steps in one output. Closing or cancelling the iterator aborts the request.
         Raises `InvalidRequestError`, `QueueFullError`, `DeadlineError`, `RequestFailedError`, `CoreDiedError`.
         """
-        arrival = time.monotonic()
+        arrival = time.monotonic() if arrived_at is None else arrived_at
         with watch or nullcontext():
             engine = await self._started()
             self.check_health()
@@ -134,10 +136,11 @@ class AsyncEngine(Administered):
         cache_salt: str | None = None,
         tenant: Tenant = NOBODY,
         timeout_s: float | None = None,
+        arrived_at: float | None = None,
         watch: RequestWatch | None = None,
     ) -> AsyncIterator[PoolingRequestOutput]:
         """The prompt as a vector, once. Closing or cancelling the iterator aborts the request. Raises as `generate`."""
-        arrival = time.monotonic()
+        arrival = time.monotonic() if arrived_at is None else arrived_at
         with watch or nullcontext():
             engine = await self._started()
             self.check_health()

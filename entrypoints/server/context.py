@@ -204,6 +204,7 @@ class ServerContext:
             cache_salt=salt,
             tenant=tenant,
             timeout_s=self._timeout_s(),
+            arrived_at=time.monotonic(),
             delta=delta,
             final_only=not delta,
             lora_request=self.adapters.get(body.model),
@@ -224,6 +225,7 @@ class ServerContext:
             cache_salt=salt,
             tenant=tenant,
             timeout_s=self._timeout_s(),
+            arrived_at=time.monotonic(),
             watch=self._observers.watch(request_id, params, body, streams=False),
         )
         assert isinstance(stream, AsyncGenerator), "closing it is what aborts the request"

@@ -244,10 +244,14 @@ class ScriptedCore:
 class Server:
     """One application and its scripted core."""
 
-    def __init__(self, model: Path, *, limits: Limits | None = None, **app_options: Any) -> None:
+    def __init__(
+        self, model: Path, *, limits: Limits | None = None, max_waiting: int | None = None, **app_options: Any
+    ) -> None:
         self.script = Script()
         self.core = ScriptedCore(self.script)
-        settings = {} if limits is None else {"limits": limits}
+        settings: dict[str, Any] = {} if limits is None else {"limits": limits}
+        if max_waiting is not None:
+            settings["max_waiting"] = max_waiting
         args = EngineArgs(model=str(model), served_model_name="tiny", device="cpu", compile="none", **settings)
         self.engine = AsyncEngine(args, client_factory=lambda config: self.core)
         if (key := app_options.pop("api_key", None)) is not None:

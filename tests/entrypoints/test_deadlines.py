@@ -61,6 +61,20 @@ def test_what_is_late_ends_with_504_and_is_aborted(tiny_server_model: Path) -> N
     with_client(server, scenario)
 
 
+def test_prompts_of_a_body_that_take_turns_have_one_time(tiny_server_model: Path) -> None:
+    """Two at a time, half a second each: ten seconds in all, of which one and a bit are given, and not to each by itself."""
+    server = slow(tiny_server_model, max_waiting=4)
+    server.answer = "x" * 30
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        body = {"prompt": ["x"] * 40, "max_tokens": 25, "ignore_eos": True}
+        reply = await client.post("/v1/completions", json=body, headers={"x-request-timeout": "1.2"})
+        assert reply.status_code == 504 and error_of(reply)["code"] == "deadline_exceeded"
+        assert 2 <= len(server.core.added) < 40, "the others had not begun"
+
+    with_client(server, scenario)
+
+
 def test_who_serves_may_set_it_and_a_header_says_otherwise(tiny_server_model: Path) -> None:
     server = slow(tiny_server_model, settings=ServerSettings(default_timeout=0.2))
     server.answer = "x" * 220
