@@ -14,15 +14,15 @@ from prometheus_client.registry import Collector
 
 from engine.errors import ConfigError
 from engine.observability.timings import RequestTimings
-from entrypoints.server.keys import Client, Keyring
+from entrypoints.server.keys import Client, Keyring, Used
 from entrypoints.server.observers import Ended
 
 _PREFIX = "pageloom_key_"
-_COUNTERS: dict[str, tuple[str, Callable[[Client], int]]] = {
-    "requests": ("Requests of a key that were admitted", lambda client: client.requests),
-    "prompt_tokens": ("Tokens of its prompts", lambda client: client.prompt_tokens),
-    "cached_tokens": ("Of those, found in the prefix cache", lambda client: client.cached_tokens),
-    "generation_tokens": ("Tokens of its answers", lambda client: client.generated_tokens),
+_COUNTERS: dict[str, tuple[str, Callable[[Used], int]]] = {
+    "requests": ("Requests of a key that were admitted", lambda used: used.requests),
+    "prompt_tokens": ("Tokens of its prompts", lambda used: used.prompt_tokens),
+    "cached_tokens": ("Of those, found in the prefix cache", lambda used: used.cached_tokens),
+    "generation_tokens": ("Tokens of its answers", lambda used: used.generated_tokens),
 }
 
 
@@ -36,7 +36,7 @@ class KeyCollector(Collector):
         for name, (meaning, value) in _COUNTERS.items():
             counter = CounterMetricFamily(_PREFIX + name, meaning, labels=labels)
             for client in clients:
-                counter.add_metric([self._model_name, client.name], value(client))
+                counter.add_metric([self._model_name, client.name], value(client.used))
             yield counter
         running = GaugeMetricFamily(_PREFIX + "requests_running", "Requests of a key being answered", labels=labels)
         for client in clients:
@@ -46,7 +46,7 @@ class KeyCollector(Collector):
             _PREFIX + "refused", "Requests of a key beyond a quota", labels=[*labels, "quota"]
         )
         for client in clients:
-            for quota, count in sorted(client.refused.items()):
+            for quota, count in sorted(client.used.refused.items()):
                 refused.add_metric([self._model_name, client.name, quota], count)
         yield refused
 

@@ -79,6 +79,15 @@ class _KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=_MOST_KEYS)]
 
 
+class Used:
+    """By one client since the start, whatever key it had."""
+
+    def __init__(self) -> None:
+        self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+        self.refused = Counter[str]()
+        """by quota"""
+
+
 class Client:
     """Who holds a key."""
 
@@ -91,9 +100,7 @@ class Client:
         self.priority_from = -(2**63)
         self.sha256 = ""
         self.quotas = Quotas(clock, counts)
-        self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
-        self.refused = Counter[str]()
-        """by quota; all since the start"""
+        self.used = Used()
 
     def set(self, key: Key) -> None:
         self.name, self.scopes, self.tenant = key.name, frozenset(key.scopes), Tenant(key.name, key.weight)
@@ -109,7 +116,8 @@ class Client:
         return hmac.new(self._salt, (given or "").encode(), "sha256").hexdigest()
 
     def revoke(self) -> Client:
-        """Whatever is still open under the old key is refused from now on. Returns who goes on, with what was used."""
+        """Whatever is still open under the old key is refused from now on. Returns who goes on, with what was used, and with what is
+        used yet by what still runs."""
         other = copy.copy(self)
         self.scopes = frozenset()
         return other
@@ -129,18 +137,18 @@ class Client:
         try:
             self.quotas.begin()
         except RateLimitedError as error:
-            self.refused[error.quota] += 1
+            self.used.refused[error.quota] += 1
             raise
-        self.requests += 1
+        self.used.requests += 1
         try:
             yield
         finally:
             self.quotas.end()
 
     def use(self, prompt_tokens: int, cached_tokens: int, generated_tokens: int) -> None:
-        self.prompt_tokens += prompt_tokens
-        self.cached_tokens += cached_tokens
-        self.generated_tokens += generated_tokens
+        self.used.prompt_tokens += prompt_tokens
+        self.used.cached_tokens += cached_tokens
+        self.used.generated_tokens += generated_tokens
         self.quotas.use(prompt_tokens + generated_tokens)
 
 

@@ -107,7 +107,9 @@ def test_a_key_that_is_gone_or_renewed_is_worth_nothing_to_who_has_it_open(tmp_p
     keyring.look_again(10.0)
     assert not old.scopes and not gone.scopes and keyring.find(b"a") is None
     new = keyring.find(b"new")
-    assert new is not None and new.scopes == {"infer"} and new.requests == 1
+    assert new is not None and new.scopes == {"infer"} and new.used.requests == 1
+    old.use(5, 2, 3)  # of what was under way
+    assert (new.used.prompt_tokens, new.used.cached_tokens, new.used.generated_tokens) == (5, 2, 3)
     with new.one():
         pass
     with pytest.raises(RateLimitedError), new.one():
