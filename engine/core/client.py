@@ -19,6 +19,7 @@ import zmq
 from engine import errors
 from engine.child import is_stopped
 from engine.config import EngineConfig
+from engine.core.begun import Begun
 from engine.core.in_process_client import InProcessClient
 from engine.core.liveness import Liveness
 from engine.core.outbox import Outbox
@@ -217,6 +218,10 @@ class ProcessClient:
     def idle(self) -> bool:
         """It owes nothing, as far as it has told."""
         return self._liveness.idle
+
+    def begun(self) -> Begun:
+        """Which requests it had taken up, when it has died; before `close`."""
+        return Begun(self._directory.path)
 
     def stalled(self) -> str | None:
         if not self._ready or self._closed or self._died is not None:

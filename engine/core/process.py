@@ -97,6 +97,7 @@ def write_log(process: str, level: int, mark: str, request_id: Callable[[], str 
 
 
 def _run(start: CoreStart) -> NoReturn:
+    from engine.core.begun import BegunLog
     from engine.core.mailbox import Mailbox, stop_on_sigterm
     from engine.core.start import build_core, load_executor
 
@@ -114,7 +115,8 @@ def _run(start: CoreStart) -> NoReturn:
     )
     try:
         executor = load_executor(start.executor, start.config, start.group_fd)
-        loop, ready = build_core(start.config, executor, mailbox.inbox, post=mailbox.post)
+        begun = BegunLog(start.directory).add
+        loop, ready = build_core(start.config, executor, mailbox.inbox, post=mailbox.post, begun=begun)
         gc.collect()
         gc.freeze()  # what the start made stays: a collection between two steps need not walk through it
         stop_on_sigterm(mailbox.inbox)

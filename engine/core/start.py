@@ -55,9 +55,11 @@ def build_core(
     observer: StepObserver | None = None,
     connector: Connector | None = None,
     post: Post | None = None,
+    begun: Callable[[str], None] | None = None,
 ) -> tuple[CoreLoop, CoreReady]:
     """Bring `executor` to the point where it can serve and put a scheduler before it. `connector`: whoever moves pages
     in place of the engine's own. `post`: how news come into the inbox from other threads, where somebody has to know.
+    `begun`: is told of each request that a step is to take up for the first time.
 
     Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit or
     its events cannot be published where they should be.
@@ -68,7 +70,7 @@ def build_core(
     try:
         if config.kv_transfer is not None and connector is None:
             connector = own = EngineConnector(config, post, waits)
-        return _build(config, executor, inbox, post, waits, observer, reports, connector)
+        return _build(config, executor, inbox, post, waits, observer, reports, connector, begun)
     except BaseException:
         reports.close()
         if own is not None:
@@ -85,6 +87,7 @@ def _build(
     observer: StepObserver | None,
     reports: KVEventReports,
     connector: Connector | None,
+    begun: Callable[[str], None] | None,
 ) -> tuple[CoreLoop, CoreReady]:
     began = time.monotonic()
     load = executor.load()
@@ -105,16 +108,11 @@ def _build(
     # A core in its front end's thread waits for what it compiles, and for what it fetches.
     notify = None if waits else lambda grammar: post(GrammarCompiled(grammar))
     grammars = GrammarCompiler(config.model.vocab_size, config.limits.grammars, threads, notify, executor.team())
-    layout: Layout = {}
-    if isinstance(connector, EngineConnector):
-        if not isinstance(executor, HoldsPages):
-            raise ConfigError("kv_transfer_config: this executor's KV cache is not in the core's process")
-        memory = executor.kv_memory()
-        connector.attach(memory)
-        layout = memory.layout
+    layout = _attached(connector, executor)
     rounds = Rounds(config.scheduler.steps_in_flight) if in_rounds(config) else None
     adapters = _adapters(config, executor, None if waits else lambda adapter: post(AdapterLoaded(adapter)))
-    scheduler = Scheduler(config.scheduler, kv, warm_up.swap_block_s, grammars, load.exact_lengths, connector, adapters)
+    parts = warm_up.swap_block_s, grammars, load.exact_lengths, connector, adapters
+    scheduler = Scheduler(config.scheduler, kv, *parts, begun=begun)
     ends = connector.close if isinstance(connector, EngineConnector) else lambda: None
     told = grammars.set_vocabulary, reports, rounds, ends, post
     loop = CoreLoop(scheduler, executor, config.scheduler.steps_in_flight, inbox, observer, *told)
@@ -135,6 +133,17 @@ def _build(
     )
     _log(ready, warm_up, load)
     return loop, ready
+
+
+def _attached(connector: Connector | None, executor: Executor) -> Layout:
+    """How the pages lie that the engine's own connector moves; empty without one."""
+    if not isinstance(connector, EngineConnector):
+        return {}
+    if not isinstance(executor, HoldsPages):
+        raise ConfigError("kv_transfer_config: this executor's KV cache is not in the core's process")
+    memory = executor.kv_memory()
+    connector.attach(memory)
+    return memory.layout
 
 
 def _adapters(

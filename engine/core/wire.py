@@ -76,7 +76,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     lora_request: LoRARequest | None = None
     """the adapter that all of it is computed with"""
     accepted: bool = False
-    """another core had it, so that no queue is too full for it"""
+    """another core had it, or it waited for one: it is not refused"""
+    begun: bool = False
+    """callers have been given something of it: it is not given up while it waits"""
     resumed: list[Resumed] = []
     """of each of `request_ids`, or none: it is new. Of a search nothing is given before its end"""
 

@@ -22,8 +22,10 @@ from engine.core.wire import CoreReady, CoreStats, StepOutputs, ToCore
 from engine.errors import ConfigError, CoreDiedError
 from engine.limits import MAX_REPLICAS
 from engine.parallel.group_memory import SLOT_BYTES, allocate
-from engine.replicas.fleet import Fleet, Replica
+from engine.replicas.fleet import Fleet
+from engine.replicas.following import Following
 from engine.replicas.layout import replica_config, replica_cpus
+from engine.replicas.replica import Replica
 from engine.replicas.restarts import Restarts
 from engine.replicas.router import Router
 from engine.replicas.sleeping import Sleeping
@@ -43,10 +45,11 @@ def _process(config: EngineConfig, cpus: Sequence[int] | None, group_fd: int | N
     return ProcessClient(config, cpus=cpus, group_fd=group_fd)
 
 
-class ReplicatedClient(Sleeping):
+class ReplicatedClient(Following, Sleeping):
     """See `engine.core.client.CoreClient`. Replicas may be added and removed from any thread while it serves."""
 
     def __init__(self, config: EngineConfig, make_client: MakeClient = _process, router: Router | None = None) -> None:
+        super().__init__()
         self._config = config
         self._make_client = make_client
         self._in_rounds = in_rounds(config)
@@ -54,10 +57,9 @@ class ReplicatedClient(Sleeping):
         followed = config.core_restarts > 0 and not self._in_rounds
         most_waiting = scheduler.max_waiting + scheduler.max_num_seqs if followed else 0
         router = router or Router(config.cache.block_size, config.parallel.data > 1)
-        self._fleet: Fleet[ProcessClient] = Fleet(router, self._in_rounds, most_waiting, config.scheduler.speculation)
+        is_fair = scheduler.policy == "fair"
+        self._fleet: Fleet[ProcessClient] = Fleet(router, self._in_rounds, most_waiting, scheduler.speculation, is_fair)
         self._restarts = Restarts(0 if self._in_rounds else config.core_restarts)
-        self._following: set[threading.Thread] = set()
-        """who starts a core in the place of one that died"""
         self._leaving = threading.Event()
         self._watch = StopWatch(self._in_rounds)
         self._group_fd: int | None = None
@@ -117,14 +119,19 @@ class ReplicatedClient(Sleeping):
     def recv(self) -> StepOutputs:
         with self._receiving():
             while (outputs := self._poll()) is None:
-                wait(self._clients, self._wake, self._watch.look_s)
+                wait(self._clients, self._wake, self._look_s)
             return outputs
 
     async def recv_async(self) -> StepOutputs:
         with self._receiving():
             while (outputs := self._poll()) is None:
-                await wait_async(self._clients, self._wake, self._watch.look_s)
+                await wait_async(self._clients, self._wake, self._look_s)
             return outputs
+
+    @property
+    def _look_s(self) -> float | None:
+        """Until something is to be looked at of which no descriptor tells; None: there is nothing."""
+        return 1.0 if self._fleet.waiting and self._watch.look_s is None else self._watch.look_s
 
     def wait_compiled(self) -> None:
         kept: list[StepOutputs] = []
@@ -165,7 +172,7 @@ class ReplicatedClient(Sleeping):
             clients = [*self._starting.values(), *self._clients]
             with ThreadPoolExecutor(max_workers=max(len(clients), 1)) as pool:
                 list(pool.map(lambda client: client.close(), clients))
-        for thread in list(self._following):
+        for thread in [*self._following, *([self._later] if self._later is not None else [])]:
             thread.join()
         os.close(self._wake)
 
@@ -293,7 +300,8 @@ class ReplicatedClient(Sleeping):
         if self._abandoned or self._closed:
             client.abandon()
         try:
-            ready = client.start()
+            with self._in_time(client):
+                ready = client.start()
         except BaseException:
             del self._starting[place]
             client.close()
@@ -323,6 +331,7 @@ class ReplicatedClient(Sleeping):
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self._fleet.let_go()
+        self._fleet.end_overdue()
         if self._fleet.told:
             return self._fleet.told.popleft()
         replicas, turn = self._fleet.replicas, self._turn
@@ -353,44 +362,10 @@ class ReplicatedClient(Sleeping):
             raise
         if wait_s is not None:
             self._follow_in(wait_s)
+        elif self._config.core_restarts:
+            self._follow_later()
         replica.client.close()
         return outputs
-
-    def _follow_in(self, wait_s: float) -> None:
-        """Another core is started then, in a thread of its own, until one serves or too many have died."""
-        thread = threading.Thread(target=self._follow, args=(wait_s,), name="restart", daemon=True)
-        self._following.add(thread)
-        thread.start()
-
-    def _follow(self, wait_s: float | None) -> None:
-        while wait_s is not None and not self._leaving.wait(wait_s):
-            wait_s = self._try_to_follow()
-        self._following.discard(threading.current_thread())
-        if not self._closed:
-            os.eventfd_write(self._wake, 1)  # whoever receives listens to it, or learns that nothing follows
-
-    def _try_to_follow(self) -> float | None:
-        """Start a core in the place of one that died. Returns when to try again, in seconds; None: there is no need."""
-        try:
-            with self._changing:
-                self._check_open()
-                serving = sum(not each.draining for each in self._fleet.replicas)
-                if self._asleep or serving >= self._wanted:
-                    self._fleet.nobody_comes()
-                    return None
-                self._serve(self._start_one())
-                self._fleet.tell()
-        except Exception as error:
-            if self._closed or self._abandoned or self._died is not None:
-                return None
-            logger.exception("a core that was to follow another one did not start")
-            wait_s = self._restarts.died(time.monotonic())
-            if wait_s is None and not self._fleet.replicas:
-                self._died = str(error)
-            elif wait_s is None:
-                self._fleet.nobody_comes()
-            return wait_s
-        return None
 
     def _check_open(self) -> None:
         if self._died is not None:

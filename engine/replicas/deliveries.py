@@ -7,6 +7,7 @@ differ from what was delivered, and nothing of it comes again.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 
@@ -26,6 +27,9 @@ class _Request(msgspec.Struct, eq=False):
     """None: it waits for one"""
     left: set[str]
     """of its sequences, those that have not ended"""
+    came_at: float
+    begun: bool = False
+    """something was delivered of a sequence that has ended"""
 
 
 class _Sequence(msgspec.Struct, eq=False):
@@ -67,7 +71,7 @@ class Deliveries:
 
     def add(self, message: AddRequest, replica: int | None) -> None:
         """None: it waits for one, and is to `move`."""
-        request = _Request(message, replica, set(message.request_ids))
+        request = _Request(message, replica, set(message.request_ids), time.monotonic())
         self._requests[message.request_id] = request
         for name in message.request_ids:
             self._sequences[name] = _Sequence(request)
@@ -106,26 +110,47 @@ class Deliveries:
 
     def resumed(self, request_id: str) -> AddRequest:
         """What is left of it. Its sequences have their names, whichever of them comes first."""
-        message, left = self._requests[request_id].message, self.left(request_id)
+        message, left = self._as_late(request_id), self.left(request_id)
         if message.beams is not None:
-            return replace(message, accepted=True)
+            return message
         had = [self._sequences[name] for name in left]
         first, *others = left
         params = message.params
         if first != message.request_id:  # whose the log-probabilities of the prompt were
             seed = next(each.seed for each in message.followers if each.request_id == first)
             params = replace(params, seed=seed, prompt_logprobs=None)
-        is_new = not any(each.tokens or each.prompt_logprobs for each in had)
+        is_new = not any(map(_was_given, had))
         return replace(
             message,
             request_id=first,
             params=params,
             followers=[each for each in message.followers if each.request_id in others],
-            wait_s=message.wait_s if is_new else None,
-            deadline_s=None,  # it was admitted
-            accepted=True,
             resumed=[] if is_new else [Resumed(each.tokens.tolist(), each.prompt_logprobs) for each in had],
         )
+
+    def _as_late(self, request_id: str) -> AddRequest:
+        """As it came, but what was left of its time has gone on."""
+        request, passed = self._requests[request_id], time.monotonic() - self._requests[request_id].came_at
+        message, begun = request.message, self._has_begun(request_id)
+        wait_s, deadline_s = message.wait_s, message.deadline_s
+        return replace(
+            message,
+            wait_s=None if wait_s is None or begun else max(wait_s - passed, 0.0),
+            deadline_s=None if deadline_s is None else max(deadline_s - passed, 0.0),
+            accepted=True,
+            begun=begun,
+        )
+
+    def _has_begun(self, request_id: str) -> bool:
+        """Something of it was delivered."""
+        return self._requests[request_id].begun or any(map(_was_given, self._sequences_of(request_id)))
+
+    def is_overdue(self, request_id: str, now: float) -> bool:
+        """It has waited for as long as it may, and nothing of it was delivered."""
+        request = self._requests.get(request_id)
+        if request is None or request.message.wait_s is None or self._has_begun(request_id):
+            return False
+        return now - request.came_at >= request.message.wait_s
 
     def left(self, request_id: str) -> list[str]:
         """Its sequences that have not ended; none: it is over."""
@@ -143,6 +168,7 @@ class Deliveries:
         if sequence is None:
             return None
         request = sequence.request
+        request.begun |= _was_given(sequence)
         request.left.discard(name)
         if not request.left:
             del self._requests[request.message.request_id]
@@ -188,3 +214,7 @@ class Deliveries:
             news.ended.append(ended)
         if delta != SequenceDelta(request_id=delta.request_id):
             news.deltas.append(delta)
+
+
+def _was_given(sequence: _Sequence) -> bool:
+    return bool(sequence.tokens) or sequence.prompt_logprobs > 0

@@ -12,14 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 import msgspec
 
 from engine.core.wire import (
     AbortRequests,
     AddRequest,
-    CoreReady,
     CoreStats,
     Delta,
     SequenceDelta,
@@ -32,39 +31,14 @@ from engine.core.wire import (
 from engine.errors import CoreDiedError, EngineError, QueueFullError
 from engine.replicas.convicts import Convicts
 from engine.replicas.deliveries import Deliveries, News
+from engine.replicas.replica import C, Replica
 from engine.replicas.router import Place, Router
 from engine.replicas.suspects import Suspects
 from engine.replicas.together import counters_of, stats_of_all
+from engine.replicas.waiting_room import GIVEN_UP, WaitingRoom
 from engine.speculation_config import SpeculationConfig
 
 logger = logging.getLogger(__name__)
-
-
-class Sender(Protocol):
-    def send(self, message: ToCore) -> None:
-        """As `CoreClient.send`."""
-        ...
-
-    def stalled(self) -> str | None:
-        """As `CoreClient.stalled`."""
-        ...
-
-
-C = TypeVar("C", bound=Sender)
-
-
-class Replica(msgspec.Struct, Generic[C], eq=False):
-    number: int
-    """not used again"""
-    place: int
-    """among those that serve, the least that was free when it came: its name in logs, metrics and KV events"""
-    client: C
-    ready: CoreReady
-    stats: CoreStats = CoreStats()
-    draining: bool = False
-    """it gets no more requests"""
-    leaving: bool = False
-    """nobody is to listen to it any more"""
 
 
 class Fleet(Generic[C]):
@@ -76,9 +50,10 @@ class Fleet(Generic[C]):
         in_rounds: bool = False,
         most_waiting: int = 0,
         speculation: SpeculationConfig = SpeculationConfig(),  # noqa: B008  # it never changes
+        is_fair: bool = False,
     ) -> None:
         """`in_rounds`: replicas take every step together (`engine.core.rounds`), and none can do without another.
-        `most_waiting`: sequences that may come while there is no replica, and another one is on its way."""
+        `most_waiting`, `is_fair`: of the `WaitingRoom`."""
         self.replicas: tuple[Replica[C], ...] = ()
         self.told: deque[StepOutputs] = deque()
         """of requests that nobody could take over"""
@@ -87,9 +62,7 @@ class Fleet(Generic[C]):
         self._in_rounds = in_rounds
         self._wakes = 0
         self._deliveries = Deliveries(speculation)
-        self._most_waiting = most_waiting
-        self._waiting: list[str] = []
-        """requests that wait for a replica; of some nothing may be left"""
+        self.waiting = WaitingRoom(most_waiting, is_fair, self._deliveries)
         self._suspects = Suspects()
         self._convicts = Convicts()
         self._court: Replica[C] | None = None
@@ -155,7 +128,7 @@ class Fleet(Generic[C]):
             news = self._deliveries.take_in(replica.number, outputs.deltas)
             self._follow(news)
             self._try_suspect()
-            if self._waiting and self._court is None:
+            if self.waiting and self._court is None:
                 self._move_waiting()
             return msgspec.structs.replace(outputs, deltas=news.deltas, stats=self._stats(), kv_events=None)
 
@@ -179,6 +152,13 @@ class Fleet(Generic[C]):
             if self._court is None and not self.resting:
                 self._move(self._suspects.take(self._deliveries.left))
 
+    def end_overdue(self) -> None:
+        """Those that have waited too long for a replica; where all rest on purpose, only their deadlines count."""
+        if self.waiting and not self.resting:
+            with self._lock:
+                for name in self.waiting.take_overdue():
+                    self._fail(self._deliveries.left(name), GIVEN_UP, QueueFullError.kind)
+
     def tell(self) -> None:
         """Whoever receives learns how many there are now."""
         with self._lock:
@@ -199,17 +179,13 @@ class Fleet(Generic[C]):
         replica.draining = draining
         self._router.drain(replica.number, draining)
 
-    @property
-    def _num_waiting(self) -> int:
-        return sum(len(self._deliveries.left(name)) for name in self._waiting)
-
     def _stats(self) -> CoreStats:
         if len(self.replicas) == 1 and not self._has_lost:  # at every step
             return self.replicas[0].stats
         stats = stats_of_all([replica.stats for replica in self.replicas], self._gone)
         if self.replicas:
             return stats
-        return msgspec.structs.replace(stats, waiting=self._num_waiting, asleep=self.resting)
+        return msgspec.structs.replace(stats, waiting=self.waiting.num_sequences, asleep=self.resting)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +199,7 @@ class Fleet(Generic[C]):
         try:
             place = self._send_to_best(message, message)
         except CoreDiedError:  # the receiver is to find it
-            if not self._most_waiting or all(each.draining for each in self.replicas):
+            if not self.waiting.most or all(each.draining for each in self.replicas):
                 raise
             self._wait(message)
             return
@@ -231,14 +207,8 @@ class Fleet(Generic[C]):
         self._pin_elsewhere(message, place)
 
     def _wait(self, message: AddRequest) -> None:
-        """For a replica that comes."""
-        self._waiting = [name for name in self._waiting if self._deliveries.left(name)]
-        waiting = self._num_waiting
-        if waiting + len(message.request_ids) > self._most_waiting:
-            limit = f"{self._most_waiting} (--max-waiting + --max-num-seqs)"
-            raise QueueFullError(f"{waiting} sequences wait for a replica, of {limit}")
-        self._deliveries.add(message, None)
-        self._waiting.append(message.request_id)
+        """For a replica that comes. Raises `QueueFullError`."""
+        self.waiting.enter(message)
         if not self.replicas:
             self.told.append(StepOutputs(deltas=[], stats=self._stats()))
 
@@ -315,7 +285,7 @@ class Fleet(Generic[C]):
         lost, killers = self._router.remove(replica.number), list[str]()
         go_on = lost
         if death is not None:
-            go_on, killers = self._suspects.of_death(lost, self._deliveries.got_on, self._deliveries.well_on)
+            go_on, killers = self._to_blame(replica, lost)
         for name in lost:
             self._deliveries.move(name, None)
         for name in killers:
@@ -323,13 +293,25 @@ class Fleet(Generic[C]):
             self._convicts.add(self._deliveries.message(name), _killed(death), time.monotonic())
             self._fail(self._deliveries.left(name), _killed(death), "fault")
         if not self.replicas or self.resting:
-            self._waiting += go_on
+            self.waiting.keep(go_on)
             return
         if all(each.draining for each in self.replicas):  # who else?
             for each in self.replicas:
                 self._drain(each, False)
         self._move(go_on)
         self._move_waiting()  # for whom there was no room, though there is some now
+
+    def _to_blame(self, replica: Replica[C], lost: list[str]) -> tuple[list[str], list[str]]:
+        """Those that go on at once, and who has killed it. What is prepared before a step (a grammar, an adapter, pages
+        from elsewhere) may kill, too."""
+        log = replica.client.begun()
+
+        def begun(name: str) -> bool:
+            message = self._deliveries.message(name)
+            prepared = message.grammar or message.lora_request or message.kv_transfer
+            return prepared is not None or log.has_any(message.request_ids)
+
+        return self._suspects.of_death(lost, begun, self._deliveries.got_on, self._deliveries.well_on)
 
     def _try_suspect(self) -> None:
         """The next one, when the trial before is over; behind the last one the court is a replica like any other."""
@@ -346,8 +328,7 @@ class Fleet(Generic[C]):
             self._move_waiting()
 
     def _move_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._move(waiting)
+        self._move(self.waiting.take())
 
     def _move(self, names: Sequence[str], only: Replica[C] | None = None) -> None:
         """Requests that no replica has. Callers are told of what none takes. `only`: where they are to go."""
@@ -355,10 +336,10 @@ class Fleet(Generic[C]):
             left = self._deliveries.left(name)
             error = self._moved(name, only) if left else None
             # One that died in this moment, or so much is under way that it has no room now.
-            if isinstance(error, (CoreDiedError, QueueFullError)) and self._most_waiting:
+            if isinstance(error, (CoreDiedError, QueueFullError)) and self.waiting.most:
                 self._deliveries.move(name, None)
                 if only is None:
-                    self._waiting.append(name)
+                    self.waiting.keep([name])
                 else:
                     self._suspects.again(name)
             elif error is not None:
@@ -367,7 +348,9 @@ class Fleet(Generic[C]):
     def _fail(self, names: Sequence[str], error: str, kind: str) -> None:
         """Sequences that no replica has."""
         for name in names:
-            self._deliveries.end(name)
+            ended = self._deliveries.end(name)
+            if ended is not None and not self._deliveries.left(ended.name):
+                self._suspects.forget(ended.name)
         deltas: list[Delta] = [
             SequenceDelta(request_id=each, finish_reason="error", error=error, error_kind=kind) for each in names
         ]

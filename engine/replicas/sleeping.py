@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.core.client import ProcessClient
 from engine.core.sleeper import Sleeper
 from engine.errors import ConfigError
-from engine.replicas.fleet import Fleet, Replica
+from engine.replicas.fleet import Fleet
+from engine.replicas.replica import Replica
 
 
 class Sleeping(Sleeper):
@@ -25,7 +26,7 @@ class Sleeping(Sleeper):
     _in_rounds: bool
     _wake: int
     _asleep = False
-    _wanted = 0
+    _wanted: int = 0
     """cores that serve, or are to: whoever follows one that died looks whether any is missing"""
 
     @property

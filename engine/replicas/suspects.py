@@ -1,5 +1,5 @@
-"""Which request kills cores. Those that a core had when it died are suspects, unless they have got on in it; who was
-there twice is tried in a core where nobody else is but who was acquitted, so that the next death convicts it."""
+"""Which request kills cores. Those that a core had begun when it died are suspects, unless they have got on in it; who
+was there twice is tried in a core where nobody else is but who was acquitted, so that the next death convicts it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ class Suspects:
         self._on_trial: str | None = None
 
     def of_death(
-        self, present: list[str], got_on: Callable[[str], bool], well_on: Callable[[str], bool]
+        self,
+        present: list[str],
+        begun: Callable[[str], bool],
+        got_on: Callable[[str], bool],
+        well_on: Callable[[str], bool],
     ) -> tuple[list[str], list[str]]:
-        """A core died that had these. Returns those that go on at once, and who is to blame: a suspect, where all
-        others that were there were well on."""
+        """A core died that had these, of which some may only have waited. Returns those that go on at once, and who is
+        to blame: a suspect, where all others that it had begun were well on."""
         if self._on_trial in present:
             self._on_trial = None
-        still = [name for name in present if not got_on(name)]
-        alone = all(well_on(name) for name in present if name not in still)
+        there = [name for name in present if begun(name)]
+        still = [name for name in there if not got_on(name)]
+        alone = all(well_on(name) for name in there if name not in still)
         if len(still) == 1 and alone and self._deaths[still[0]] >= TWICE:
             del self._deaths[still[0]]
             return [name for name in present if name not in still], still

@@ -18,10 +18,8 @@ from engine.scheduling.fetches import Fetches
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.limits import check_servable
 from engine.scheduling.sequence import Sequence, Status
+from engine.scheduling.shares import most_of_one
 from engine.step import RowParams
-
-OWN_OF_LEFT = 7
-"""a tenant's sequences that wait, of places that are left"""
 
 
 class Arrivals:
@@ -95,16 +93,15 @@ class Arrivals:
             self._queue(request, samples, start)
 
     def _full(self, request: AddRequest) -> str | None:
-        """Why it may not wait: too many do already for whom there is no row. Where the policy is fair, one tenant's are
-        so many times what is left at most: others find a place beside a flood (dynamic thresholds, as buffers are
-        shared in switches: Choudhury and Hahne 1998)."""
+        """Why it may not wait: too many do already for whom there is no row, or, where the policy is fair, too many of
+        one tenant."""
         waiting, new = self.num_waiting, 1 + len(request.followers) if request.beams is None else 1
         rows, most = len(self._held.rows.free), self._config.max_waiting
         beyond = waiting - rows
         if waiting and beyond + new > most:
             return f"{_sequences(waiting)} already"
         own = 0 if self._held.fair is None else self._held.fair.waiting_of(request.tenant)
-        if own - rows + new > max(OWN_OF_LEFT * (most - beyond), new):
+        if self._held.fair is not None and own - rows + new > most_of_one(most - beyond, new):
             return f"{_sequences(own)} of this client already, and some places are for others"
         return None
 
@@ -132,7 +129,7 @@ class Arrivals:
         blocks = self._held.kv.open(request.cache_salt, request.adapter_key)
         seq = Sequence(request_id, params, list(request.prompt_token_ids), key, max_total, blocks)
         seq.adapter, seq.tenant, seq.cache_salt = request.lora_request, request.tenant.name, request.cache_salt
-        seq.arrived_at = self._expected.clock()
+        seq.arrived_at, seq.begun = self._expected.clock(), request.begun
         if request.deadline_s is not None:
             seq.deadline = seq.arrived_at + request.deadline_s
         if self._held.fair is not None:

@@ -39,10 +39,12 @@ class Expected:
         budget: int,
         stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        begun: Callable[[str], None] | None = None,
     ) -> None:
-        """`rows`: sequences that run at a time, of which each step has one in `stages`. `budget`: tokens of a step."""
+        """`rows`: sequences that run at a time, of which each step has one in `stages`. `budget`: tokens of a step.
+        `begun`: is told of each that starts."""
         self._held, self._costs, self._rows, self._budget, self._stages = held, costs, rows, budget, stages
-        self.clock = clock
+        self.clock, self._begun = clock, begun
         self._waiting, self._running = held.waiting, held.running
         self.answers = Answers()
         self._token_steps = RunningMean()
@@ -70,6 +72,8 @@ class Expected:
 
     def started(self, seq: Sequence) -> None:
         """For the first time."""
+        if self._begun is not None:
+            self._begun(seq.request_id)
         seq.started_at = self.clock()
         if seq.prompt_len and _leads(seq):
             computed = seq.prompt_len - (seq.cached_tokens or 0)
@@ -102,7 +106,7 @@ class Expected:
         try:
             self._check(request, request.deadline_s, job, forecast)
         except TooShortError as error:
-            if self._is_idle(0):
+            if request.accepted or self._is_idle(0):
                 return None
             error.retry_after_s = self._returns.take(_line(request), now, error.retry_after_s, forecast.takes_s(job))
             raise
@@ -240,7 +244,7 @@ class Expected:
 
     def would_be_late(self, seq: Sequence) -> bool:
         """As `is_late`; nothing follows from it."""
-        if seq.deadline is None or seq.cached_tokens is not None or self._is_idle(1):
+        if seq.deadline is None or seq.cached_tokens is not None or seq.begun or self._is_idle(1):
             return False
         return self._service_s(seq) > seq.deadline - self.clock()
 

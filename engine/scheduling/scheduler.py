@@ -60,10 +60,12 @@ class Scheduler:
         connector: Connector | None = None,
         adapters: AdapterLoader | None = None,
         clock: Callable[[], float] = time.monotonic,
+        begun: Callable[[str], None] | None = None,
     ) -> None:
         """`swap_block_s`: seconds that a block takes to the host tier and back. `exact`: nothing is planned of a
         sequence before it is known how many of its drafts were right. `connector`: to other engines, if any.
-        `adapters`: who loads them, if there are any."""
+        `adapters`: who loads them, if there are any. `begun`: is told of each sequence that a step is to take up for
+        the first time, before it does."""
         self._config = config
         self._kv = kv
         self._costs = StepCosts()
@@ -77,7 +79,7 @@ class Scheduler:
         self._speculation = Speculation(self._held, config.speculation, config.max_drafts, self._costs)
         self._running = self._held.running
         budget = config.max_num_batched_tokens
-        self._expected = Expected(self._held, self._costs, config.max_num_seqs, budget, config.stages, clock)
+        self._expected = Expected(self._held, self._costs, config.max_num_seqs, budget, config.stages, clock, begun)
         self._outcomes = Outcomes(self._held, self._speculation, self._expected)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows = self._held.rows

@@ -66,6 +66,8 @@ class Sequence:
     """whose it is, by name"""
     passed: int = 0
     """times that one that came later started before it, because it found more in the prefix cache"""
+    begun: bool = False
+    """callers have been given something of its request, by another core"""
     interrupted: bool = False
     """it was preempted"""
     arrived_at: float = 0.0

@@ -116,8 +116,8 @@ class Client:
         return hmac.new(self._salt, (given or "").encode(), "sha256").hexdigest()
 
     def revoke(self) -> Client:
-        """Whatever is still open under the old key is refused from now on. Returns who goes on, with what was used, and with what is
-        used yet by what still runs."""
+        """Whatever is still open under the old key is refused from now on. Returns who goes on, with what was used, and
+        what still runs is going to use."""
         other = copy.copy(self)
         self.scopes = frozenset()
         return other

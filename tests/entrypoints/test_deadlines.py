@@ -62,7 +62,7 @@ def test_what_is_late_ends_with_504_and_is_aborted(tiny_server_model: Path) -> N
 
 
 def test_prompts_of_a_body_that_take_turns_have_one_time(tiny_server_model: Path) -> None:
-    """Two at a time, half a second each: ten seconds in all, of which one and a bit are given, and not to each by itself."""
+    """Two at a time, half a second each: ten seconds in all, of which one and a bit are given to all together."""
     server = slow(tiny_server_model, max_waiting=4)
     server.answer = "x" * 30
 

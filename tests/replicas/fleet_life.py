@@ -16,7 +16,8 @@ from engine.core.wire import (
     each_delta,
 )
 from engine.errors import CoreDiedError, QueueFullError
-from engine.replicas.fleet import Fleet, Replica
+from engine.replicas.fleet import Fleet
+from engine.replicas.replica import Replica
 from engine.replicas.router import Router
 from engine.step import RowParams
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from random import Random
@@ -10,6 +11,7 @@ from typing import NoReturn
 from core_fakes import FakeExecutor
 
 from engine.config import EngineConfig
+from engine.core.begun import Begun
 from engine.core.wire import (
     AbortRequests,
     AddRequest,
@@ -38,10 +40,27 @@ class SlowlyCounting(Counting):
     step_s = 0.05
 
 
+class HalfASecond(Counting):
+    step_s = 0.5
+
+
 def never_made(config: EngineConfig) -> NoReturn:
     """An executor that takes for ever."""
     while True:
         time.sleep(60)
+
+
+class HangsInItsSecondStart(Counting):
+    """`STARTS`: a file with a line for each start."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        with open(os.environ["STARTS"], "a+") as file:
+            file.write("started\n")
+            file.seek(0)
+            count = len(file.readlines())
+        while count == 2:
+            time.sleep(60)
 
 
 def tokens_of(name: str, count: int) -> list[int]:
@@ -76,6 +95,9 @@ class LittleCore:
             for name in message.request_ids:
                 self.running.pop(name, None)
         self.messages.append(message)
+
+    def begun(self) -> Begun:
+        return Begun(None)
 
     def stalled(self) -> str | None:
         return "it hangs" if self.is_stalled else None

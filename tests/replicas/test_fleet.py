@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from random import Random
 
 import msgspec
@@ -30,7 +31,8 @@ from engine.core.wire import (
 )
 from engine.errors import CoreDiedError, EngineError, QueueFullError
 from engine.replicas.deliveries import STEPS, Deliveries
-from engine.replicas.fleet import Fleet, Replica
+from engine.replicas.fleet import Fleet
+from engine.replicas.replica import Replica
 from engine.replicas.router import Router
 from engine.speculation_config import SpeculationConfig
 from engine.step import RowParams, TokenLogprobs
@@ -101,6 +103,7 @@ def test_what_is_taken_over_goes_on_behind_what_was_delivered() -> None:
             followers=[Follower(request_id="a-2", seed=2)],
             wait_s=None,
             accepted=True,
+            begun=True,
             resumed=[Resumed([8, 10, 11]), Resumed([9])],
         )
     ]
@@ -163,16 +166,25 @@ def test_a_search_begins_again() -> None:
     assert deliveries.resumed("a") == msgspec.structs.replace(message, accepted=True)
 
 
-def test_what_was_let_in_is_not_refused_when_it_is_resumed() -> None:
-    """Its deadline was checked when it came, from then on; and only what has begun waits for no turn."""
-    message = msgspec.structs.replace(added("a", [1, 2, 3], 40), wait_s=5.0, deadline_s=9.0)
+def test_what_was_let_in_is_not_refused_when_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time goes on, wherever it is; and what has begun is not given up while it waits."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    message = msgspec.structs.replace(added("a", [1, 2, 3], 40, n=2), wait_s=5.0, deadline_s=9.0)
+    search = msgspec.structs.replace(added("b", [1], 9), wait_s=5.0, deadline_s=9.0, beams=BeamParams(width=2))
     deliveries = Deliveries(SpeculationConfig())
     deliveries.add(message, 0)
-    waits = deliveries.resumed("a")
-    assert (waits.wait_s, waits.deadline_s, waits.accepted) == (5.0, None, True)
-    deliveries.take_in(0, [TokenDeltas(request_ids=["a"], token_ids=[1])])
-    began = deliveries.resumed("a")
-    assert (began.wait_s, began.deadline_s, began.accepted) == (None, None, True)
+    deliveries.add(search, 0)
+    now[0] = 103.0
+    for name in "ab":
+        waits = deliveries.resumed(name)
+        assert (waits.wait_s, waits.deadline_s, waits.accepted, waits.begun) == (2.0, 6.0, True, False)
+    assert not deliveries.is_overdue("a", 104.9) and deliveries.is_overdue("a", 105.0)
+    deliveries.take_in(0, [SequenceDelta(request_id="a", token_ids=[1], finish_reason="stop")])
+    now[0] = 110.0
+    began = deliveries.resumed("a")  # the sample that is left waited for its row: the other one was given whole
+    assert (began.wait_s, began.deadline_s, began.accepted, began.begun) == (None, 0.0, True, True)
+    assert began.resumed == [] and not deliveries.is_overdue("a", 1e9)
 
 
 def test_a_search_of_which_one_has_ended_is_over_with_the_others() -> None:
@@ -198,7 +210,7 @@ def test_requests_wait_for_the_core_that_follows() -> None:
     life.request("c", 1)
     life.abort()
     with pytest.raises(QueueFullError, match="max-waiting"):
-        life.fleet._most_waiting = 1
+        life.fleet.waiting.most = 1
         life.fleet.send(added("d", [1], 5))
     life.finish()
     assert len(life.ended) + len(life.aborted) == 4

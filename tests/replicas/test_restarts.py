@@ -8,13 +8,16 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
+import msgspec
 import pytest
 from core_fakes import request
 from test_replicated_client import Seen, counted, pids, replicas
 
+from engine.core.begun import Begun
 from engine.errors import CoreDiedError
-from engine.replicas import restarts
+from engine.replicas import following, restarts
 from engine.replicas.restarts import Restarts
 
 pytestmark = pytest.mark.timeout(120)
@@ -102,6 +105,79 @@ def test_after_too_many_deaths_the_engine_ends_with_the_cause() -> None:
                 client.recv()
         with pytest.raises(CoreDiedError, match="SIGKILL"):
             client.send(request("r"))
+
+
+def test_who_only_waited_for_a_row_is_tried_for_no_death() -> None:
+    """Eight run when a core dies in its first step, and twenty wait: only those eight can have killed it."""
+    with replicas("HalfASecond", 1, 4) as client:
+        names = [f"r{index}" for index in range(28)]
+        for index, name in enumerate(names):
+            client.send(request(name, max_tokens=1, prompt_len=5 + index))
+        seen, suspects = Seen(), client._fleet._suspects
+        for _ in range(2):
+            while not all(Begun(client._clients[0].socket_directory).has_any([f"r{index}"]) for index in range(8)):
+                time.sleep(0.01)
+            [victim] = pids(client).values()
+            os.kill(victim, signal.SIGKILL)
+            while victim in pids(client).values() or not client.replicas:
+                seen.see(client.recv())
+        assert not seen.tokens and suspects._on_trial == "r0"
+        assert list(suspects._waiting) == [f"r{index}" for index in range(1, 8)]
+        seen.until_ended(client, set(names))
+        assert seen.tokens == {name: counted(5 + index, 1) for index, name in enumerate(names)}
+
+
+def test_a_core_that_hangs_in_its_start_is_killed_and_another_one_follows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    with replicas("HangsInItsSecondStart", 1, 4) as client:
+        assert client._start_s is not None
+        monkeypatch.setattr(following, "LEAST_START_S", 2 * client._start_s)
+        monkeypatch.setattr(following, "STARTS", 0)
+        client.send(request("r", max_tokens=1000))
+        seen = Seen()
+        while not seen.tokens:
+            seen.see(client.recv())
+        os.kill(next(iter(pids(client).values())), signal.SIGKILL)
+        seen.until_ended(client, {"r"})
+        assert seen.tokens["r"] == counted(5, 1000) and "hangs in its start" in caplog.text
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3
+
+
+def test_what_is_missing_after_too_many_deaths_comes_when_they_do_not_count_any_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(following, "WINDOW_S", 1.0)
+    with replicas("Counting", 3, 1) as client:
+        for number in (0, 1):
+            os.kill(pids(client)[number], signal.SIGKILL)
+            while number in client.replicas:
+                client.recv()
+        assert "too many cores have died" in caplog.text
+        while len(client.replicas) < 3:
+            with suppress(TimeoutError):
+                asyncio.run(asyncio.wait_for(client.recv_async(), 0.1))
+
+
+def test_those_that_wait_for_a_core_for_too_long_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "MOST_WAIT_S", 0.1)
+    with replicas("SlowlyCounting", 1, 4) as client:
+        begun = msgspec.structs.replace(request("begun", max_tokens=40), wait_s=0.5)
+        client.send(begun)
+        seen = Seen()
+        while not seen.tokens:
+            seen.see(client.recv())
+        with client._changing:  # nobody starts
+            os.kill(next(iter(pids(client).values())), signal.SIGKILL)
+            while client.replicas:
+                seen.see(client.recv())
+            client.send(msgspec.structs.replace(request("waits"), wait_s=0.5))
+            while "waits" not in seen.ended:
+                seen.see(client.recv())
+        assert seen.ended["waits"] == "error"
+        seen.until_ended(client, {"begun"})
+        assert seen.tokens["begun"] == counted(5, 40)
 
 
 def test_an_engine_is_closed_while_a_core_starts_in_the_place_of_one_that_died() -> None:

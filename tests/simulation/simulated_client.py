@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from random import Random
 from typing import Any, cast
@@ -24,7 +24,8 @@ from engine.front_ends.client import FrontEndClient
 from engine.front_ends.hub import Hub
 from engine.front_ends.wire import FrontEndStart, Joined, ToHub
 from engine.replicas.client import ReplicatedClient
-from engine.replicas.fleet import Replica
+from engine.replicas.replica import Replica
+from engine.replicas.restarts import WINDOW_S
 
 
 class Pipe:
@@ -121,10 +122,23 @@ class _Directory:
         """There is none."""
 
 
+class _Begun:
+    """What a core has noted, without a file."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def has_any(self, names: Iterable[str]) -> bool:
+        return not self._names.isdisjoint(names)
+
+
 class SimulatedProcessClient(ProcessClient):
     def __init__(self, world: Any, config: EngineConfig) -> None:
         super().__init__(config)
         self._world = world
+
+    def begun(self) -> Any:
+        return _Begun(self.simulated.begun)
 
     def start(self) -> CoreReady:
         self._started = True
@@ -196,12 +210,19 @@ class SimulatedReplicatedClient(ReplicatedClient):
             while (outputs := self._poll()) is None:
                 self._news.clear()
                 waits = [client.wait_s for client in self._clients]
-                looks = [] if self._watch.look_s is None else [self._watch.look_s]
+                looks = [] if self._look_s is None else [self._look_s]
                 try:
                     await asyncio.wait_for(self._news.wait(), min([60.0, *waits, *looks]))
                 except TimeoutError:
                     continue
             return outputs
+
+    def _follow_later(self) -> None:
+        def follow() -> None:
+            for _ in range(0 if self._leaving.is_set() else self._missing):
+                self._follow_in(0.0)
+
+        self._world.loop.call_later(WINDOW_S, follow)
 
     def _follow_in(self, wait_s: float) -> None:
         attempt = cast(threading.Thread, _NoThread())

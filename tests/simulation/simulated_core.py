@@ -213,7 +213,7 @@ class SimulatedCore:
             shape.pads,
         )
         self.adapters = ToyAdapters(shape.adapter_slots, shape.adapter_turns, replaying.adapters)
-        self.steps_under_way = 0
+        self.steps_under_way, self.begun = 0, set[str]()
         self.device = Device(self, replaying, self.adapters)
         self.scheduler = Scheduler(
             scheduling,
@@ -224,13 +224,13 @@ class SimulatedCore:
             None,
             self.adapters,
             self.loop.time,
+            self.begun.add,
         )
         self._turning = self._beating = self._loading = False
         self.inbox = Inbox(self.wake)
         inbox: Any = self.inbox
         self.core = CoreLoop(self.scheduler, self.device, scheduling.steps_in_flight, inbox, kv_reports=reports)
-        self._decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder, self._encoder = msgspec.msgpack.Decoder(ToCore), msgspec.msgpack.Encoder()
         self._frames: deque[bytes] = deque()
         self._bases: dict[tuple[str, str], float] = {}
         """of tenants that wait: how far apart they were when the second one began to"""

@@ -29,7 +29,7 @@ from engine.frontend.tokenizer import Tokenizer
 from engine.layer_groups import State, most_blocks
 from engine.models.description import ModelDescription, describe
 from engine.replicas import stop_watch
-from engine.scheduling.arrivals import OWN_OF_LEFT
+from engine.scheduling.shares import OWN_OF_LEFT
 from engine.serving import Serving
 from engine.speculation_config import SpeculationConfig
 
@@ -341,7 +341,7 @@ class World:
             assert self.may_end, f"the engine died: {[each.death for each in self.doors.servings]}"
             return
         assert not fleet._deliveries._requests and not fleet._deliveries._sequences, "the journal keeps who has left"
-        assert not any(fleet._deliveries.left(name) for name in fleet._waiting)
+        assert not fleet.waiting.num_sequences
         assert not fleet._suspects._deaths, "who has left is still suspected"
         for replica in fleet.replicas:
             assert fleet.is_idle(replica.number), "the router counts work that is over"

@@ -13,7 +13,8 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core.wire import AddRequest, CoreStats, StepOutputs
 from engine.errors import CoreDiedError, EngineError
-from engine.replicas.fleet import Fleet, Replica
+from engine.replicas.fleet import Fleet
+from engine.replicas.replica import Replica
 from engine.replicas.router import Router
 from entrypoints.bench.cluster.clock import Clock
 from entrypoints.bench.cluster.costs import StepCosts

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from engine.config import EngineConfig
+from engine.core.begun import Begun
 from engine.core.inbox import Message
 from engine.core.start import build_core
 from engine.core.wire import CoreStats, StepOutputs, ToCore
@@ -59,6 +60,9 @@ class VirtualCore:
 
     def stalled(self) -> str | None:
         return None
+
+    def begun(self) -> Begun:
+        return Begun(None)
 
     def _start(self) -> None:
         if self._turns or self.lost or not self._loop.has_work:

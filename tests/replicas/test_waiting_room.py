@@ -1,0 +1,76 @@
+"""Those that wait for a core, while none serves."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+from fleet_life import added
+
+from engine.errors import QueueFullError
+from engine.replicas.deliveries import Deliveries
+from engine.replicas.waiting_room import WaitingRoom
+from engine.request import Tenant
+from engine.speculation_config import SpeculationConfig
+
+
+def room(most: int, is_fair: bool) -> tuple[WaitingRoom, Deliveries]:
+    deliveries = Deliveries(SpeculationConfig())
+    return WaitingRoom(most, is_fair, deliveries), deliveries
+
+
+def enter(waiting: WaitingRoom, name: str, tenant: str, n: int = 1, wait_s: float | None = None) -> None:
+    waiting.enter(msgspec.structs.replace(added(name, [1, 2], 9, n), tenant=Tenant(tenant, 1.0), wait_s=wait_s))
+
+
+def flood(waiting: WaitingRoom, tenant: str) -> int:
+    for number in range(1000):
+        try:
+            enter(waiting, f"{tenant}{number}", tenant)
+        except QueueFullError:
+            return number
+    raise AssertionError("there is no bound")
+
+
+@pytest.mark.parametrize("is_fair", [False, True])
+def test_a_flood_leaves_places_to_others_where_the_policy_is_fair(is_fair: bool) -> None:
+    waiting, _ = room(80, is_fair)
+    waiting.retry_after_s = 7.5
+    taken = flood(waiting, "flood")
+    assert taken == (70 if is_fair else 80)
+    if is_fair:
+        with pytest.raises(QueueFullError, match="of this client wait for a replica already") as caught:
+            enter(waiting, "one more", "flood")
+        assert caught.value.retry_after_s == 7.5
+        for number in range(9):
+            enter(waiting, f"other{number}", f"other{number}")
+        enter(waiting, "last", "other0")
+    with pytest.raises(QueueFullError, match="80 sequences wait for a replica, of 80") as caught:
+        enter(waiting, "nobody", "nobody")
+    assert caught.value.retry_after_s == 7.5 and waiting.num_sequences == 80
+
+
+def test_one_request_alone_may_take_all_places() -> None:
+    waiting, deliveries = room(8, is_fair=True)
+    enter(waiting, "many", "a", n=8)
+    with pytest.raises(QueueFullError):
+        enter(waiting, "more", "b")
+    for name in deliveries.left("many"):
+        deliveries.end(name)
+    enter(waiting, "again", "a", n=8)
+    assert waiting.take() == ["again"] and not waiting
+
+
+def test_nobody_waits_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    waiting, _ = room(8, is_fair=False)
+    for name, wait_s in (("short", 5.0), ("long", 50.0), ("ever", None)):
+        enter(waiting, name, "a", wait_s=wait_s)
+    now[0] = 54.9
+    assert waiting.take_overdue() == []
+    now[0] = 55.0
+    assert waiting.take_overdue() == ["short"] and waiting.num_sequences == 2
+    now[0] = 1e6
+    assert waiting.take_overdue() == ["long"] and waiting.take() == ["ever"]
