@@ -52,7 +52,8 @@ class Admission:
         return prompt_shares(needs, budget, self._config.min_shared_chunk)
 
     def _hold_crowds(self, draft: StepDraft, prefilling: list[Sequence], needs: list[tuple[Urgency, int]]) -> None:
-        """What crowds need of this step becomes what they may have of it."""
+        """What crowds need of this step becomes what they may have of it, also those that start behind the first that
+        waits."""
         crowds, first = self._crowds, self.next()
         crowds.begin()
         parts = [(urgent, tokens, crowds.has(seq)) for seq, (urgent, tokens) in zip(prefilling, needs, strict=True)]
@@ -62,9 +63,8 @@ class Admission:
             need = 0 if waits else self._need(first, draft.budget) or 0
             parts.append((urgency(first), need, crowds.has(first)))
         urgent = min((each[0] for each in parts if each[2]), default=None)
-        if urgent is None:
-            return
-        others = sum(tokens for each, tokens, is_member in parts if each <= urgent and not is_member)
+        ahead = [each for each in parts if not each[2] and (urgent is None or each[0] <= urgent)]
+        others = sum(tokens for _, tokens, _ in ahead)
         crowds.hold(bool(draft.tentative or len(draft.plain)), others)
         if members:
             most, lead = crowds.left, prefilling[members[0]]

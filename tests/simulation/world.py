@@ -194,7 +194,7 @@ class World:
         if "too short" in str(error) or "is over" in str(error):
             assert guest.wish.timeout_s is not None, f"who gave no time was told that it is too short: {error}"
             return
-        if "waited for its turn" in str(error):
+        if "waited for" in str(error) and "too long" in str(error):
             assert self.loop.time() - guest.asked_at >= self.config.limits.waiting_s, error
             return
         beside = [each for each in self.guests if each.message and each.ended_at >= guest.asked_at]
