@@ -172,7 +172,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_s: Annotated[float, _limit("seconds for tokenizing a text", 0.05)] = 30.0
     waiting_s: Annotated[float, _limit("seconds that a request sent to a server waits for its turn", 0.1, 503)] = 600.0
     silence_s: Annotated[
-        float, _limit("seconds without an event, after which a stream says that its request is alive", 0.01)
+        float,
+        _limit(
+            "seconds without an event, after which a stream says that its request is alive: with its headers, then "
+            "with comments (streams of lines, as Ollama's, have none)",
+            0.01,
+        ),
     ] = 15.0
     profile_steps: Annotated[int, _limit("steps of a profile")] = 100
     kv_leases: Annotated[int, _limit("prompts that wait for another engine to read them; older ones give way")] = 256

@@ -112,6 +112,7 @@ class ProcessClient:
         self._kept: deque[StepOutputs] = deque()
         """what `wait_compiled` received for `recv`"""
         self._ready = False
+        self._begun: Begun | None = None
         self._abandoned = False
         self._closed = False
         self._started = False
@@ -221,7 +222,7 @@ class ProcessClient:
 
     def begun(self) -> Begun:
         """Which requests it had taken up, when it has died; before `close`."""
-        return Begun(self._directory.path)
+        return self._begun or Begun(self._directory.path)
 
     def stalled(self) -> str | None:
         if not self._ready or self._closed or self._died is not None:
@@ -234,6 +235,7 @@ class ProcessClient:
         self._abandoned = True
         if hasattr(self, "_handle"):
             self._handle.kill()
+            self._begun = self.begun()
             self._directory.remove()
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from engine.replicas.fleet import Fleet
 from engine.replicas.following import Following
 from engine.replicas.layout import replica_config, replica_cpus
 from engine.replicas.replica import Replica
-from engine.replicas.restarts import Restarts
+from engine.replicas.restarts import WINDOW_S, Restarts
 from engine.replicas.router import Router
 from engine.replicas.sleeping import Sleeping
 from engine.replicas.stop_watch import StopWatch
@@ -356,6 +356,9 @@ class ReplicatedClient(Following, Sleeping):
             outputs = self._fleet.lost(replica, error, wait_s is not None or bool(self._following))
         except CoreDiedError:
             self._died = str(error)
+            if not self._in_rounds and self._config.core_restarts:
+                most = f"{self._config.core_restarts} deaths in {WINDOW_S:g} s are followed (--core-restarts)"
+                logger.error("no core is started any more: %s, and this was one more", most)
             if self._in_rounds:  # the others wait for it
                 for client in self._clients:
                     client.abandon()

@@ -146,6 +146,12 @@ class Fleet(Generic[C]):
                 self._move(self._suspects.take(self._deliveries.left))
             return StepOutputs(deltas=[], stats=self._stats())
 
+    def start_failed(self) -> None:
+        """One that was to come has died before it served."""
+        with self._lock:
+            self._gone = stats_of_all([CoreStats(replicas=0, core_deaths=1)], self._gone)
+            self._has_lost = True
+
     def nobody_comes(self) -> None:
         """No replica follows one that was lost: where there is no court, suspects are computed beside the others."""
         with self._lock:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.core.client import ProcessClient
+from engine.errors import CoreDiedError
 from engine.replicas.fleet import Fleet
 from engine.replicas.replica import Replica
 from engine.replicas.restarts import WINDOW_S, Restarts
@@ -84,7 +85,9 @@ class Following:
         except Exception as error:
             if self._closed or self._abandoned or self._died is not None:
                 return None
-            logger.exception("a core that was to follow another one did not start")
+            died = isinstance(error, CoreDiedError)
+            logger.error("a core that was to follow another one did not start: %s", error, exc_info=not died)
+            self._fleet.start_failed()
             wait_s = self._restarts.died(time.monotonic())
             if wait_s is None and not self._fleet.replicas:
                 self._died = str(error)

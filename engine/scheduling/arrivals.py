@@ -99,7 +99,8 @@ class Arrivals:
         rows, most = len(self._held.rows.free), self._config.max_waiting
         beyond = waiting - rows
         if waiting and beyond + new > most:
-            return f"{_sequences(waiting)} already"
+            more = f", and these are {new} more" if new > 1 else ""
+            return f"{_sequences(max(beyond, 0))} already for a row{more}"
         own = 0 if self._held.fair is None else self._held.fair.waiting_of(request.tenant)
         if self._held.fair is not None and own - rows + new > most_of_one(most - beyond, new):
             return f"{_sequences(own)} of this client already, and some places are for others"

@@ -33,7 +33,7 @@ def test_who_finds_a_row_free_need_not_find_a_place_to_wait() -> None:
     loop = Loop(rows=4, max_waiting=1)
     for name in "abcde":  # of whom nobody has started yet
         loop.add(name, [1], 4)
-    with pytest.raises(QueueFullError, match=r"5 sequences wait already \(--max-waiting 1\)"):
+    with pytest.raises(QueueFullError, match=r"1 sequence waits already for a row \(--max-waiting 1\)"):
         loop.add("f", [1], 4)
     loop.turn()
     with pytest.raises(QueueFullError, match="1 sequence waits already"):

@@ -58,9 +58,17 @@ class ContextFields(Body):
         return self.input
 
 
+class StreamOptions(Body):
+    """Usage comes with every response."""
+
+    include_usage: NoEffect = None
+    include_obfuscation: NoEffect = None
+
+
 class ResponsesRequest(ContextFields, SamplingFields):
     UNSUPPORTED: ClassVar = NOT_SUPPORTED | {"conversation": (), "prompt": (), "context_management": ()}
 
+    stream_options: StreamOptions | None = None  # type: ignore[assignment]  # nothing asks it what the others' say
     max_output_tokens: int | None = Field(default=None, ge=1)
     max_tool_calls: int | None = None
     """has no effect: no tools are called here"""
