@@ -49,6 +49,7 @@ PAGELOOM_INLINE float bits_to_float(uint32_t x) {
   return f;
 }
 
+// b where one of them is NaN.
 PAGELOOM_INLINE vf vmax(vf a, vf b) {
 #if defined(__AVX512F__)
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -56,6 +57,17 @@ PAGELOOM_INLINE vf vmax(vf a, vf b) {
   return (vf)_mm256_max_ps((__m256)a, (__m256)b);
 #else
   return a > b ? a : b;
+#endif
+}
+
+// b where one of them is NaN.
+PAGELOOM_INLINE vf vmin(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
 #endif
 }
 
@@ -141,11 +153,10 @@ PAGELOOM_INLINE vf exp2_all(vf t) {
   const __m512 f = _mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   return (vf)_mm512_scalef_ps((__m512)exp2_fraction((vf)f), (__m512)(t - (vf)f));
 #else
-  const float magic = 12582912.0f;  // as in exp2_of
-  const vf low = t < -125.0f ? splat(-125.0f) : t, clamped = low > 128.0f ? splat(128.0f) : low;
-  const vf shifted = clamped + magic, p = exp2_fraction(clamped - (shifted - magic));
-  const vf result = (vf)((vi)p + (((vi)shifted - 1) << 23)) * 2.0f;  // 2^128 has no exponent of its own
-  return t == t ? result : t;
+  const float magic = 12582912.0f + 126;  // as in exp2_of; the integer's low bits are the exponent of half the power
+  const vf clamped = vmin(splat(128.0f), vmax(splat(-125.0f), t)), shifted = clamped + magic;
+  const vf half = (vf)((vi)shifted << 23);  // 2^128 has no exponent of its own
+  return exp2_fraction(clamped - (shifted - magic)) * half * 2.0f;
 #endif
 }
 

@@ -23,8 +23,7 @@ PAGELOOM_INLINE vf round_bf16(vf v) {
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
 #endif
   const vu u = (vu)v;
-  const vf rounded = (vf)((u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u);
-  return v == v ? rounded : (vf)((u | 0x400000u) & 0xffff0000u);
+  return (vf)(((u + 0x7fffu + ((u >> 16) & 1u)) | (vu)(v != v)) & 0xffff0000u);
 }
 
 // `v` as round_bf16 returned it.

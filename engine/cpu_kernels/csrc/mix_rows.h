@@ -91,13 +91,13 @@ PAGELOOM_INLINE vf input_of(const MixProblem& p, const void* x, int64_t at, int6
 
 constexpr int64_t kConvolvedAtOnce = 4;  // tokens: more rows, a power of two apart, would share a set of the cache
 
-// Of some tokens one vector of channels from `begin` + `c` on, whose history stays in registers. `kTaps`: 0, as many as there are.
-template <bool kBf16, int64_t kTaps>
-PAGELOOM_INLINE void convolve_vector(const MixProblem& p, int64_t t, int64_t end, int64_t begin, int64_t c, int64_t left,
-                                     History& h) {
+// Of `kTokens` tokens from `t` on one vector of channels from `begin` + `c` on, whose history stays in registers. `kTaps`: 0,
+// as many as there are. Sums are made first and activated behind: a CPU looks ahead over few exponentials with all around them.
+template <bool kBf16, int64_t kTaps, int64_t kTokens>
+PAGELOOM_INLINE void convolve_vector(const MixProblem& p, int64_t t, int64_t begin, int64_t c, int64_t left, History& h) {
   constexpr int64_t kRoom = kTaps > 0 ? kTaps : kMostTaps;
   const int64_t before = (kTaps > 0 ? kTaps : p.taps) - 1;
-  vf past[kRoom], weight[kRoom];
+  vf past[kRoom], weight[kRoom], sums[kTokens];
 #pragma GCC unroll 4
   for (int64_t tap = 0; tap <= before; ++tap) {
     weight[tap] = load_some<false>(p.conv_weight, tap * p.channels + begin + c, left);
@@ -105,23 +105,31 @@ PAGELOOM_INLINE void convolve_vector(const MixProblem& p, int64_t t, int64_t end
   }
   const bool has_bias = p.conv_bias != nullptr, is_short = p.kind == MixKind::kShort;
   const vf bias = has_bias ? load_some<false>(p.conv_bias, begin + c, left) : vf{};
-  const int64_t channels = p.channels;
-  const int64_t stride = p.x_stride * (kBf16 ? 2 : 4);
-  const char* x = (const char*)row_of<kBf16>(p.x, t, p.x_stride);
-  float* to = p.mixed_of(t) + begin + c;
-  for (int64_t i = t; i < end; ++i, x += stride, to += channels) {
-    past[before] = input_of<kBf16>(p, x, begin + c, left);
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < kTokens; ++i) {
+    past[before] = input_of<kBf16>(p, row_of<kBf16>(p.x, t + i, p.x_stride), begin + c, left);
     vf sum{};
 #pragma GCC unroll 4
     for (int64_t tap = 0; tap <= before; ++tap) sum += past[tap] * weight[tap];
 #pragma GCC unroll 4
     for (int64_t tap = 0; tap < before; ++tap) past[tap] = past[tap + 1];
-    if (has_bias) sum += bias;
-    sum = rounded<kBf16>(sum);
-    store_some<false>(to, 0, is_short ? sum : rounded<kBf16>(times_sigmoid(sum, sum)), left);
+    sums[i] = rounded<kBf16>(has_bias ? sum + bias : sum);
   }
 #pragma GCC unroll 4
   for (int64_t tap = 0; tap < before; ++tap) storef(h.rows[tap] + c, past[tap]);
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < kTokens; ++i) {
+    const vf sum = sums[i], made = is_short ? sum : rounded<kBf16>(times_sigmoid(sum, sum));
+    store_some<false>(p.mixed_of(t + i) + begin + c, 0, made, left);
+  }
+}
+
+// The same of `count` channels; all whole vectors are made by the same code.
+template <bool kBf16, int64_t kTaps, int64_t kTokens>
+void convolve_some(const MixProblem& p, int64_t t, int64_t begin, int64_t count, History& h) {
+  int64_t c = 0;
+  for (; c + VW <= count; c += VW) convolve_vector<kBf16, kTaps, kTokens>(p, t, begin, c, VW, h);
+  if (c < count) convolve_vector<kBf16, kTaps, kTokens>(p, t, begin, c, count - c, h);
 }
 
 // The last inputs before token `t`: the step's own back to where a state of the sequence was written last, or to its first
@@ -158,9 +166,10 @@ void convolve_as(const MixProblem& p, int64_t s, int64_t begin, int64_t end) {
   int64_t write = p.next_write(s);
   const int64_t writes_end = p.writes_end(s);
   for (int64_t t = first, until; t < last; t = until) {
-    until = t + kConvolvedAtOnce < last ? t + kConvolvedAtOnce : last;
-    if (write < writes_end && p.writes[write].end < until) until = p.writes[write].end;
-    for (int64_t c = 0; c < count; c += VW) convolve_vector<kBf16, kTaps>(p, t, until, begin, c, count - c, h);
+    const int64_t free = write < writes_end && p.writes[write].end < last ? p.writes[write].end : last;
+    until = t + kConvolvedAtOnce <= free ? t + kConvolvedAtOnce : t + 1;
+    const auto some = until == t + 1 ? convolve_some<kBf16, kTaps, 1> : convolve_some<kBf16, kTaps, kConvolvedAtOnce>;
+    some(p, t, begin, count, h);
     if (write < writes_end && p.writes[write].end == until)
       write_history<kBf16>(p, p.writes[write++].written, begin, count, h);
   }

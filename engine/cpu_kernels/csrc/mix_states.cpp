@@ -13,14 +13,28 @@ namespace {
 constexpr float kLengthEps = 1e-6f;
 PAGELOOM_INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// The same of many. What 1 + y has lost of a small y is put right by what it holds of it.
-PAGELOOM_INLINE vf softplus_all(vf x) {
-  const vf y = exp2_all(x * 1.4426950408889634f), u = 1.0f + y, held = u - 1.0f;
-  const vi exponent = ((vi)u - 0x3f3504f3) >> 23;  // of u / sqrt(1/2)
-  const vf m = (vf)((vi)u - (exponent << 23)), s = (m - 1.0f) / (m + 1.0f), s2 = s * s;
-  const vf series = 2.0f * s * (1.0f + s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9)))));
-  const vf log = series + __builtin_convertvector(exponent, vf) * 0.6931471805599453f;
-  return x > 20.0f ? x : held == 0.0f ? y : log * (y / held);
+// The same of many vectors at once, stage by stage: a CPU looks ahead over few logarithms. What 1 + y has lost of a small y is
+// put right by what it holds of it.
+template <int64_t kMany>
+PAGELOOM_INLINE void softplus_all(vf (&x)[kMany]) {
+  vf y[kMany], s[kMany];
+  vi exponent[kMany];
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kMany; ++i) y[i] = exp2_all(x[i] * 1.4426950408889634f);
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kMany; ++i) {
+    const vf u = 1.0f + y[i];
+    exponent[i] = ((vi)u - 0x3f3504f3) >> 23;  // of u / sqrt(1/2)
+    const vf m = (vf)((vi)u - (exponent[i] << 23));
+    s[i] = (m - 1.0f) / (m + 1.0f);
+  }
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kMany; ++i) {
+    const vf s2 = s[i] * s[i], held = (1.0f + y[i]) - 1.0f;
+    const vf series = 2.0f * s[i] * (1.0f + s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9)))));
+    const vf log = series + __builtin_convertvector(exponent[i], vf) * 0.6931471805599453f;
+    x[i] = x[i] > 20.0f ? x[i] : held == 0.0f ? y[i] : log * (y[i] / held);
+  }
 }
 
 // -- before and behind the recurrence ----------------------------------------------------------------------------------
@@ -39,16 +53,29 @@ PAGELOOM_INLINE void scale(float* x, int64_t count, float factor) {
     store_some<false>(x, i, load_some<false>(x, i, count - i) * splat(factor), count - i);
 }
 
-// How much is kept of each number of a head's keys.
+// How much is kept of `kMany` vectors of the numbers of a head's keys.
+template <bool kBf16, int64_t kMany>
+PAGELOOM_INLINE void decay_some(const MixProblem& p, const void* x, int64_t at, int64_t left, vf rate, float* decay) {
+  vf given[kMany];
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kMany; ++i)
+    given[i] = load_some<kBf16>(x, p.decay_at + at + i * VW, left) + load_some<false>(p.decay_bias, at + i * VW, left);
+  softplus_all(given);
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kMany; ++i) store_some<false>(decay, i * VW, exp2_all(given[i] * rate), left);
+}
+
+// Of all of them.
 template <bool kBf16>
 void decay_keys(const MixProblem& p, int64_t t, const void* x) {
+  constexpr int64_t kMany = 4;
   for (int64_t h = 0; h < p.heads; ++h) {
     const vf rate = splat(p.rate[h] * 1.4426950408889634f);
-    for (int64_t i = 0; i < p.keys; i += VW) {
-      const int64_t at = h * p.keys + i, left = p.keys - i;
-      const vf given = load_some<kBf16>(x, p.decay_at + at, left) + load_some<false>(p.decay_bias, at, left);
-      store_some<false>(p.decay_of(t), at, exp2_all(softplus_all(given) * rate), left);
-    }
+    const int64_t first = h * p.keys;
+    float* const decay = p.decay_of(t) + first;
+    int64_t i = 0;
+    for (; i + kMany * VW <= p.keys; i += kMany * VW) decay_some<kBf16, kMany>(p, x, first + i, VW, rate, decay + i);
+    for (; i < p.keys; i += VW) decay_some<kBf16, 1>(p, x, first + i, p.keys - i, rate, decay + i);
   }
 }
 
