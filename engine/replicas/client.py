@@ -289,7 +289,7 @@ class ReplicatedClient(Following, Sleeping):
     def _clients(self) -> list[ProcessClient]:
         return [replica.client for replica in self._fleet.replicas]
 
-    def _start_one(self) -> Replica[ProcessClient]:
+    def _start_one(self, in_time: bool = False) -> Replica[ProcessClient]:
         with self._lock:
             number, taken = self._next_number, {*self._starting, *(each.place for each in self._fleet.replicas)}
             self._next_number += 1
@@ -300,7 +300,7 @@ class ReplicatedClient(Following, Sleeping):
         if self._abandoned or self._closed:
             client.abandon()
         try:
-            with self._in_time(client):
+            with self._starts(client, in_time):
                 ready = client.start()
         except BaseException:
             del self._starting[place]

@@ -18,9 +18,9 @@ from engine.replicas.restarts import WINDOW_S, Restarts
 
 logger = logging.getLogger(__name__)
 
-LEAST_START_S = 300.0
-STARTS = 3
-"""times the longest start so far: what a core takes that hangs in its start"""
+LEAST_START_S = 600.0
+STARTS = 5
+"""times the longest start so far: what a core takes that hangs in its start; weights may be in no cache any more"""
 
 
 class Following:
@@ -80,7 +80,7 @@ class Following:
                 if self._asleep or self._missing <= 0:
                     self._fleet.nobody_comes()
                     return None
-                self._serve(self._start_one())
+                self._serve(self._start_one(in_time=True))
                 self._fleet.tell()
         except Exception as error:
             if self._closed or self._abandoned or self._died is not None:
@@ -103,12 +103,11 @@ class Following:
         return self._wanted - sum(not each.draining for each in self._fleet.replicas)
 
     @contextmanager
-    def _in_time(self, client: ProcessClient) -> Iterator[None]:
-        """It starts: one that takes much longer than those before it hangs, and is killed. How long the first one
-        takes is for whoever waits for it to judge."""
-        began, limit_s = time.monotonic(), None
-        timer = None
-        if self._start_s is not None:
+    def _starts(self, client: ProcessClient, in_time: bool) -> Iterator[None]:
+        """`in_time`: nobody has asked for it; if it takes much longer than those before, it hangs, and is killed. What
+        somebody has asked for takes as long as he waits."""
+        began, timer = time.monotonic(), None
+        if in_time and self._start_s is not None:
             limit_s = max(LEAST_START_S, STARTS * self._start_s)
             timer = threading.Timer(limit_s, self._give_up, (client, limit_s))
             timer.daemon = True
@@ -134,7 +133,7 @@ class Following:
     def _check_open(self) -> None: ...
 
     @abstractmethod
-    def _start_one(self) -> Replica[ProcessClient]: ...
+    def _start_one(self, in_time: bool = False) -> Replica[ProcessClient]: ...
 
     @abstractmethod
     def _serve(self, *replicas: Replica[ProcessClient]) -> None: ...

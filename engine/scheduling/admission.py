@@ -55,7 +55,6 @@ class Admission:
         """What crowds need of this step becomes what they may have of it, also those that start behind the first that
         waits."""
         crowds, first = self._crowds, self.next()
-        crowds.begin()
         parts = [(urgent, tokens, crowds.has(seq)) for seq, (urgent, tokens) in zip(prefilling, needs, strict=True)]
         members = [index for index, (_, _, is_member) in enumerate(parts) if is_member]
         if first is not None:
@@ -73,6 +72,11 @@ class Admission:
             shares = prompt_shares([needs[index] for index in members], most, most // 2)
             for index, share in zip(members, shares, strict=True):
                 needs[index] = needs[index][0], crowds.take(prefilling[index], share)
+
+    def who_starts(self) -> Sequence | None:
+        """The first that waits, unless it is known that it does not fit."""
+        first = self.next()
+        return None if first is None or self._is_blocked(first, self._held.room) else first
 
     def admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""

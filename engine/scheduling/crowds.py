@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from engine.scheduling.accounts import Account
 from engine.scheduling.holdings import Holdings
 from engine.scheduling.prompt_shares import LEAST
@@ -17,6 +19,8 @@ _MEMORY = 0.95
 """weight of the past in the running mean: some twenty steps"""
 _MOST_TIMES = 1.5
 """the mean that a step may have: a mean that is too low grows until it is not"""
+_BETWEEN, _MOST_AT_ONCE = 16, 2
+"""steps between two that crowds' decodes are left out of; so many one behind the other, if there were none before"""
 _LEAST_BESIDE = 32
 """such a part of a step is for crowds beside prompts of others, so that those that are half-way go on"""
 
@@ -33,11 +37,32 @@ class Crowds:
         """of tenants' priorities, whether they are crowds in the step that is drafted"""
         self.left = budget
         """for all of them"""
+        self.gave_way = False
+        """in the step that is drafted"""
+        self._ways = 0.0
 
     def begin(self) -> None:
         """Another step is drafted."""
         self._found.clear()
-        self.left = self._budget
+        self.left, self.gave_way = self._budget, False
+
+    def make_way(
+        self, first: Sequence | None, plain: np.ndarray, others: list[Sequence]
+    ) -> tuple[np.ndarray, list[Sequence]]:
+        """Rows and sequences of a step, now and then without those of crowds that decode: where a prompt of others is
+        in it, or that of the `first` that waits, whose first token so comes sooner by what many rows take. Where memory
+        bounds steps that costs throughput, so it is not done in each."""
+        rows = self._held.rows
+        if self._held.fair is None or self._ways < 1.0:
+            return plain, others
+        prompts = [seq for seq in others if rows.remaining(seq) > 1] + ([] if first is None else [first])
+        if all(map(self.has, prompts)):
+            return plain, others
+        stays = np.array([not self.has(seq) for seq in rows.owners[plain].tolist()], dtype=bool)
+        kept = [seq for seq in others if rows.remaining(seq) > 1 or not self.has(seq)]
+        self.gave_way = len(kept) < len(others) or not stays.all()
+        self._ways -= self.gave_way
+        return plain[stays], kept
 
     def has(self, seq: Sequence) -> bool:
         """Of its tenant's prompts that are as urgent more wait than a step computes, and than there are rows or blocks
@@ -53,7 +78,7 @@ class Crowds:
 
     def hold(self, decodes: bool, others: int) -> None:
         """In this step some decode, or not, and prompts that are not of crowds need so many tokens."""
-        if decodes:
+        if decodes or self.gave_way:
             pace = max(math.ceil(_MOST_TIMES * self._mean), self._budget // LEAST)
             self.left = max(pace - others, self._budget // _LEAST_BESIDE, 1)
 
@@ -70,6 +95,7 @@ class Crowds:
     def planned(self, step: PlannedStep) -> None:
         """What became of it."""
         rows = step.rows
+        self._ways = min(self._ways + 1 / _BETWEEN, _MOST_AT_ONCE)
         if self._held.fair is not None and rows.samples.any():
             prompt_tokens = int(rows.query_lens[rows.query_lens != rows.samples].sum())
             self._mean = _MEMORY * self._mean + (1 - _MEMORY) * prompt_tokens

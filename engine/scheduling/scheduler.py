@@ -181,7 +181,7 @@ class Scheduler:
             if len(step.rows):
                 break
             draft.drop()  # what was to start has failed, or those that had a share gave way to those of another step
-            if not preempted or self._steps:
+            if not (preempted or self._crowds.gave_way) or self._steps:
                 return None
         transfers = self._kv.take_transfers()
         bundles = self._kv.states.told([*draft.copies, *transfers[1]])
@@ -197,6 +197,9 @@ class Scheduler:
         self._admission.make_way()
         self._speculation.choose(budget, len(self._waiting) > 0)
         plain, others = self._rows.split(budget)
+        self._crowds.begin()
+        if self._config.stages == 1:
+            plain, others = self._crowds.make_way(self._admission.who_starts(), plain, others)
         draft = StepDraft(budget, self._rows, plain)
         preempted = self._schedule_running(draft, others)
         if not preempted:

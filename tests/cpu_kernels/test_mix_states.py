@@ -26,6 +26,7 @@ DELTAS = {
     "delta of whole columns": DeltaSpec(key_heads=1, value_heads=2, key_dim=12, value_dim=64, taps=2),
     "delta of many columns": DeltaSpec(key_heads=1, value_heads=1, key_dim=40, value_dim=70, taps=3),
     "kimi": DeltaSpec(key_heads=3, value_heads=3, key_dim=20, value_dim=20, taps=4, rank=8),
+    "kimi of many keys": DeltaSpec(key_heads=1, value_heads=1, key_dim=72, value_dim=72, taps=4, rank=8),
     "kimi of whole columns": DeltaSpec(key_heads=2, value_heads=2, key_dim=32, value_dim=32, taps=4, rank=8),
 }
 MAMBAS = {

@@ -61,6 +61,40 @@ def test_who_is_no_crowd_has_the_step() -> None:
     assert 0 < others.sum() <= _BUDGET // 32, "those of the crowd that are half-way go on"
 
 
+def test_a_step_with_another_ones_prompt_leaves_out_a_crowds_decodes_now_and_then() -> None:
+    """Twice in a row at most, and then not before sixteen steps have been; nobody else's are left out, and none is for
+    a crowd's own prompts, or for nobody's."""
+    loop = _crowded("fair", answers=900)
+    for _ in range(90):
+        loop.turn()
+    assert loop.plans[-1].rows.samples.sum() == 16, "all rows decode"
+    decodes = []
+    for index in range(20):
+        loop.add(f"new {index}", [900 - index] * 20, 1, tenant=Tenant(f"honest {index}"))
+        loop.turn()
+        rows = loop.plans[-1].rows
+        assert 20 in rows.query_lens.tolist(), "it starts at once"
+        decodes.append(int((rows.query_lens == 1).sum()))
+        while not loop.ends[f"new {index}"]:
+            loop.turn()
+        loop.turn()
+        assert (loop.plans[-1].rows.query_lens == 1).sum() >= 13
+    assert decodes[:2] == [1, 1] and decodes[2] >= 13, "the quiet one goes on"
+    assert decodes.count(1) == 2 + len(loop.plans[90:]) // 16, decodes
+    loop.run()
+    loop.assert_nothing_leaked()
+
+
+def test_with_a_policy_that_is_not_fair_no_decode_is_left_out() -> None:
+    loop = _crowded("fcfs", answers=900)
+    for _ in range(90):
+        loop.turn()
+    loop.add("new", [900] * 20, 1, tenant=Tenant("honest"))
+    for _ in range(20):
+        loop.turn()
+        assert (loop.plans[-1].rows.query_lens == 1).sum() >= 15
+
+
 def test_one_long_prompt_is_no_crowd() -> None:
     loop = _crowded("fair", answers=200, rows=20)
     for _ in range(12):

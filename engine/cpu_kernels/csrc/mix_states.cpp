@@ -226,20 +226,18 @@ void recur_once(const MixProblem& p, int64_t sequence, int64_t head) {
   for (int64_t b = 0; b < blocks; ++b) token.store(b * kMixColumns, kMixColumns, read[b]);
 }
 
-// What a token brings: tokens lie so far apart that no CPU guesses the next one.
-PAGELOOM_INLINE void ask_for(const MixProblem& p, int64_t t, int64_t head, int64_t column) {
+// What a token brings: tokens lie so far apart that no CPU guesses the next one. Some lines now, others on the way.
+PAGELOOM_INLINE Later ask_for(const MixProblem& p, int64_t t, int64_t head, int64_t column) {
   const int64_t group = head / (p.heads / p.groups), value = head * p.values + column;
   const float *const mixed = p.mixed_of(t), *const made = p.made_of(t) + value;
-  for (int64_t i = 0; i < p.keys; i += 64 / 4) {
-    __builtin_prefetch(mixed + p.k_at + group * p.keys + i);
-    __builtin_prefetch(mixed + p.q_at + group * p.keys + i);
-  }
+  const float* const decay = p.decay_of(t) + head * p.decays;
   for (int64_t i = 0; i < kMixColumns; i += 64 / 4) {
     __builtin_prefetch(mixed + p.v_at + value + i);
     __builtin_prefetch(made + i, 1);
   }
   __builtin_prefetch(p.amount_of(t) + head);
-  for (int64_t i = 0; i < p.decays; i += 64 / 4) __builtin_prefetch(p.decay_of(t) + head * p.decays + i);
+  if (p.decays == 1) __builtin_prefetch(decay);
+  return {mixed + p.k_at + group * p.keys, mixed + p.q_at + group * p.keys, decay};
 }
 
 // Columns of a head's matrix, rows kMixColumns apart, as the sequence's first token of the stretch finds them.
@@ -282,13 +280,15 @@ void recur(const MixProblem& p, int64_t sequence, int64_t head, int64_t column) 
   clear(held);
   if (delta) held_by(state, kMixColumns, token.asked, p.keys, held);
   for (int64_t t = begin; t < end; ++t) {
-    if (t + 2 < end) ask_for(p, t + 2, head, column);
+    Later later;
+    if (t + 2 < end) later = ask_for(p, t + 2, head, column);
     const bool last = t + 1 == end;
     const HeadToken next = last ? token : HeadToken(p, t + 1, head, kept[(t + 1 - begin) % 2]);
     vf added[NV];
     token.add(column, count, delta ? &held : nullptr, added);
     clear(read), clear(held);
-    token.take(state, state, kMixColumns, 0, p.keys, added, read, delta && !last ? &next : nullptr, &held);
+    token.take(state, state, kMixColumns, 0, p.keys, added, read, delta && !last ? &next : nullptr, &held,
+               t + 2 < end ? &later : nullptr);
     token.store(column, count, read);
     token = next;
     if (write < writes_end && p.writes[write].end == t + 1) keep_state(p, p.writes[write++].written, head, column, count, state);

@@ -51,6 +51,11 @@ __attribute__((noinline)) void held_by(const float* state, int64_t stride, const
     for (int64_t v = 0; v < NV; ++v) held.of[r][v] += splat(key[i]) * loadf(state + i * stride + v * VW);
 }
 
+// What a token further on brings, which is asked for on the way.
+struct Later {
+  const float *key, *query, *decay;
+};
+
 // What a walk over a state changes and sums.
 struct Walk {
   const float *key, *query, *decay;
@@ -58,7 +63,17 @@ struct Walk {
   const vf* added;    // [NV]
   Read* read;
   Held* held;  // by the new state, of what the token behind this one asks for
+  const Later* later;  // or null
 };
+
+// All at once they would wait for each other: a CPU has a score of misses under way.
+template <bool kEach>
+PAGELOOM_INLINE void ask_for_later(const Walk& walk, int64_t i) {
+  if (walk.later == nullptr || i % (64 / 4) != 0) return;
+  __builtin_prefetch(walk.later->key + i);
+  __builtin_prefetch(walk.later->query + i);
+  if (kEach) __builtin_prefetch(walk.later->decay + i);
+}
 
 // S = decay S + k added', from where it is to where it is to be; read = S'q, and, `kAsk`, held = S'next. `kEach`: there is a
 // decay of each number of a key. So many columns at once that all sums stay in registers.
@@ -79,7 +94,8 @@ __attribute__((noinline)) void take_over(const float* from, float* to, int64_t s
       for (int64_t r = 0; kAsk && r < kHeldRows; ++r) held[r][v] = walk.held->of[r][first + v];
     }
     int64_t i = 0;
-    for (; i + kHeldRows <= keys; i += kHeldRows)
+    for (; i + kHeldRows <= keys; i += kHeldRows) {
+      if (first == 0) ask_for_later<kEach>(walk, i);
 #pragma GCC unroll 8
       for (int64_t r = 0; r < kHeldRows; ++r) {
         const vf k = splat(key[i + r]), q = splat(query[i + r]), kept = kEach ? splat(decay[i + r]) : all;
@@ -93,6 +109,7 @@ __attribute__((noinline)) void take_over(const float* from, float* to, int64_t s
           if (kAsk) held[r][v] += asked * cell;
         }
       }
+    }
 #pragma GCC unroll 8
     for (int64_t v = 0; v < kTile; ++v) {
 #pragma GCC unroll 8
@@ -136,9 +153,9 @@ struct HeadToken {
   }
   // Keys from `first` on. `next`: null, or the token behind this one, of which `held` is summed.
   void take(const float* from, float* to, int64_t stride, int64_t first, int64_t keys, const vf (&added)[NV], Read& read,
-            const HeadToken* next = nullptr, Held* held = nullptr) const {
+            const HeadToken* next = nullptr, Held* held = nullptr, const Later* later = nullptr) const {
     const Walk walk = {key + first, query + first, decay + (decays == 1 ? 0 : first),
-                       next == nullptr ? nullptr : next->asked + first, added, &read, held};
+                       next == nullptr ? nullptr : next->asked + first, added, &read, held, later};
     const auto go = decays == 1 ? (next == nullptr ? take_over<false, false> : take_over<false, true>)
                                 : (next == nullptr ? take_over<true, false> : take_over<true, true>);
     go(from, to, stride, keys, walk);
