@@ -29,9 +29,9 @@ class FairQueue(WaitingQueue):
     belongs by then: amortized O(log tenants)."""
 
     def __init__(self, credit: int = 0) -> None:
-        """`credit`: as many tokens of prompts who comes back may be given before those that wait then, and goes on
-        before them for so long: else its second request stands behind a flood while the first one's prompt counts. Who
-        comes when nobody waits has none, or it would hide what it is given from those that come later."""
+        """`credit`: as many tokens of prompts who comes back may be given before those that waited then, and goes on
+        before them for so long: else its second request stands behind a flood while the first one's prompt counts. But
+        no more than twice the prompt that it comes back with: a flood of short ones would hide what it is given."""
         super().__init__()
         self._credit = PROMPT_COST * credit
         self._accounts: dict[str, Account] = {}
@@ -116,7 +116,7 @@ class FairQueue(WaitingQueue):
             lowest = min((each.order[0] for each in self._queues), default=self._latest.order[0])
             if account.served < lowest or not account.credit:
                 account.served = account.level = max(account.served, lowest)
-            account.credit = self._credit / account.weight if self._queues else 0.0
+            account.credit = min(self._credit, 2 * PROMPT_COST * len(seq.tokens)) / account.weight
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)
         self._waiting += 1

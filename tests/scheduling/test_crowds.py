@@ -64,7 +64,7 @@ def test_who_is_no_crowd_has_the_step() -> None:
 def test_a_step_with_another_ones_prompt_leaves_out_a_crowds_decodes_now_and_then() -> None:
     """Twice in a row at most, and then not before sixteen steps have been; nobody else's are left out, and none is for
     a crowd's own prompts, or for nobody's."""
-    loop = _crowded("fair", answers=900)
+    loop = _crowded("fair", answers=300)
     for _ in range(90):
         loop.turn()
     assert loop.plans[-1].rows.samples.sum() == 16, "all rows decode"

@@ -175,8 +175,8 @@ def test_who_runs_more_gives_way_to_who_comes(tight: str) -> None:
 
 
 def test_a_flood_on_a_fresh_engine_hides_nothing_of_what_it_was_given() -> None:
-    """Found by a newcomer: who floods while nobody waits had a step's tokens of credit, on two cores those of ten
-    seconds, and who had asked before, and been given little, waited for that."""
+    """Found by a newcomer: who comes back had a step's tokens of credit, on two cores those of ten seconds, and who had
+    asked before the flood, and been given little, waited for that."""
     loop = Loop(policy="fair", rows=4, num_blocks=400, budget=2048, max_model_len=300, depth=0)
     for tenant in ("honest", "flood"):
         loop.add(f"{tenant} before", [1, 2, 3], 12, tenant=Tenant(tenant))
@@ -216,7 +216,7 @@ def test_who_starts_before_one_that_runs_less_has_a_token_of_the_step() -> None:
     loop.add("b0", [7] * 200, 1, tenant=Tenant("b"))
     while not loop.ends["b0"]:
         loop.turn()
-    loop.add("a3", [8] * 130, 4, tenant=Tenant("a"))
+    loop.add("a3", [8] * 30, 4, tenant=Tenant("a"))
     loop.add("b1", [9] * 30, 4, tenant=Tenant("b"))
     loop.turn()
     assert sorted(loop.plans[-1].rows.query_lens.tolist()) == [1, 1, 1, 1, 12]
