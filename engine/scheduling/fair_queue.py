@@ -17,6 +17,8 @@ PROMPT_COST = 1.0
 """of a token of a prompt that is computed"""
 OUTPUT_COST = 2.0
 """of a token that is sampled"""
+_FEW = 2
+"""requests of a tenant that wait and are no flood"""
 _KEPT = 64
 """tenants of whom nothing lives, before those are looked for of whom nothing need be known"""
 
@@ -30,8 +32,8 @@ class FairQueue(WaitingQueue):
 
     def __init__(self, credit: int = 0) -> None:
         """`credit`: as many tokens of prompts who comes back may be given before those that waited then, and goes on
-        before them for so long: else its second request stands behind a flood while the first one's prompt counts. But
-        no more than twice the prompt that it comes back with: a flood of short ones would hide what it is given."""
+        before them for so long: else its second request stands behind a flood while the first one's prompt counts. Who
+        has more that waits than `_FEW` has none: a flood would hide what it is given from those that come later."""
         super().__init__()
         self._credit = PROMPT_COST * credit
         self._accounts: dict[str, Account] = {}
@@ -116,9 +118,11 @@ class FairQueue(WaitingQueue):
             lowest = min((each.order[0] for each in self._queues), default=self._latest.order[0])
             if account.served < lowest or not account.credit:
                 account.served = account.level = max(account.served, lowest)
-            account.credit = min(self._credit, 2 * PROMPT_COST * len(seq.tokens)) / account.weight
+            account.credit = self._credit / account.weight
             queue = self._queues[account] = WaitingQueue()
         queue.push(seq)
+        if len(queue) > _FEW:
+            account.credit = 0.0
         self._waiting += 1
         self._count(seq, 1)
         if queue.first() is seq:

@@ -216,7 +216,7 @@ def test_who_starts_before_one_that_runs_less_has_a_token_of_the_step() -> None:
     loop.add("b0", [7] * 200, 1, tenant=Tenant("b"))
     while not loop.ends["b0"]:
         loop.turn()
-    loop.add("a3", [8] * 30, 4, tenant=Tenant("a"))
+    loop.add("a3", [8] * 130, 4, tenant=Tenant("a"))
     loop.add("b1", [9] * 30, 4, tenant=Tenant("b"))
     loop.turn()
     assert sorted(loop.plans[-1].rows.query_lens.tolist()) == [1, 1, 1, 1, 12]
