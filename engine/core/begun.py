@@ -3,9 +3,12 @@ more what it was of."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from hashlib import blake2b
+
+logger = logging.getLogger(__name__)
 
 MOST = 1 << 16
 """that are remembered, the last ones"""
@@ -14,15 +17,27 @@ _NAME = "begun"
 
 
 class BegunLog:
-    """The core's side. It is a file in memory, or in the kernel's cache: nothing waits for a disk."""
+    """The core's side. It is a file in the kernel's cache: nothing waits for a disk, and where there is no room on it,
+    nothing is known."""
 
     def __init__(self, directory: str) -> None:
-        self._fd = os.open(os.path.join(directory, _NAME), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        self._path = os.path.join(directory, _NAME)
+        self._fd: int | None = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         self._count = 0
 
     def add(self, request_id: str) -> None:
         """Before the step is submitted."""
-        os.pwrite(self._fd, _digest(request_id), self._count % MOST * _BYTES)
+        if self._fd is None:
+            return
+        try:
+            os.pwrite(self._fd, _digest(request_id), self._count % MOST * _BYTES)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s): if this core dies, all that it has are suspects", self._path, error
+            )
+            os.unlink(self._path)
+            os.close(self._fd)
+            self._fd = None
         self._count += 1
 
 

@@ -30,6 +30,18 @@ def test_the_last_ones_are_known_and_where_nothing_is_all_may_have_begun(
     assert known.has_any(["a", "c"]) and not known.has_any([])
 
 
+def test_a_full_disk_ends_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    log = BegunLog(str(tmp_path))
+    log.add("a")
+    monkeypatch.setattr(os, "pwrite", full)
+    log.add("b")
+    log.add("c")
+    assert Begun(str(tmp_path)).has_any(["b"]), "nothing is known any more"
+
+
 @pytest.mark.timeout(60)
 def test_a_core_that_was_killed_had_begun_as_many_as_it_has_rows() -> None:
     client = ProcessClient(tiny_config(max_num_seqs=2), executor="core_fakes:FakeExecutor")
