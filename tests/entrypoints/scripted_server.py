@@ -275,7 +275,7 @@ class Server:
         """An HTTP client of the application."""
         async with self.app() as app:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=20) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://scripted", timeout=120) as client:
                 yield client
 
     def ids(self, text: str) -> list[int]:
@@ -292,7 +292,7 @@ def post_all(server: Server, *requests: tuple[str, dict[str, Any]]) -> list[http
         async with server.client() as client:
             return [await client.post(path, json=body) for path, body in requests]
 
-    return asyncio.run(asyncio.wait_for(go(), 60))
+    return asyncio.run(asyncio.wait_for(go(), 300))
 
 
 def parts(body: str) -> list[str]:
