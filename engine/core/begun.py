@@ -1,11 +1,12 @@
-"""Which requests a core has begun to compute, written where its death loses nothing: who dies of a step cannot tell any
-more what it was of."""
+"""Which requests a core has begun to compute, or to prepare, written where its death loses nothing: who dies of a step
+cannot tell any more what it was of."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from hashlib import blake2b
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class BegunLog:
         self._count = 0
 
     def add(self, request_id: str) -> None:
-        """Before the step is submitted."""
+        """Before the step is submitted, or what the request needs is compiled, loaded or fetched."""
         if self._fd is None:
             return
         try:
@@ -35,9 +36,10 @@ class BegunLog:
             logger.warning(
                 "%s cannot be written (%s): if this core dies, all that it has are suspects", self._path, error
             )
-            os.unlink(self._path)
             os.close(self._fd)
             self._fd = None
+            with suppress(OSError):
+                os.unlink(self._path)
         self._count += 1
 
 
@@ -51,7 +53,7 @@ class Begun:
         try:
             with open(os.path.join(directory, _NAME), "rb") as file:
                 written = file.read(MOST * _BYTES)
-        except FileNotFoundError:  # it never served, or its directory is gone
+        except OSError:  # it never served, its directory is gone, or so many files are open
             return
         self._known = frozenset(written[at : at + _BYTES] for at in range(0, len(written), _BYTES))
 

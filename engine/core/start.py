@@ -55,11 +55,11 @@ def build_core(
     observer: StepObserver | None = None,
     connector: Connector | None = None,
     post: Post | None = None,
-    begun: Callable[[str], None] | None = None,
+    begun: Callable[[str], None] = lambda _: None,
 ) -> tuple[CoreLoop, CoreReady]:
     """Bring `executor` to the point where it can serve and put a scheduler before it. `connector`: whoever moves pages
     in place of the engine's own. `post`: how news come into the inbox from other threads, where somebody has to know.
-    `begun`: is told of each request that a step is to take up for the first time.
+    `begun`: as `Scheduler`'s.
 
     Raises what loading raises (`ConfigError`, `WeightsError`, ...), and `ConfigError` when the KV cache does not fit or
     its events cannot be published where they should be.
@@ -87,7 +87,7 @@ def _build(
     observer: StepObserver | None,
     reports: KVEventReports,
     connector: Connector | None,
-    begun: Callable[[str], None] | None,
+    begun: Callable[[str], None],
 ) -> tuple[CoreLoop, CoreReady]:
     began = time.monotonic()
     load = executor.load()

@@ -230,9 +230,14 @@ class Hub:
                 logger.exception("a request failed")
             for name in message.request_ids:
                 del self._owners[name]
-            kind = error.kind if isinstance(error, QueueFullError) else "fault"
+            kind, after_s = "fault", 1.0
+            if isinstance(error, QueueFullError):
+                kind, after_s = error.kind, error.retry_after_s
+            text = str(error)
             refused: list[Delta] = [
-                SequenceDelta(request_id=name, finish_reason="error", error=str(error), error_kind=kind)
+                SequenceDelta(
+                    request_id=name, finish_reason="error", error=text, error_kind=kind, retry_after_s=after_s
+                )
                 for name in message.request_ids
             ]
             self._tell(number, StepOutputs(deltas=refused, stats=self._stats))

@@ -28,6 +28,8 @@ class _Request(msgspec.Struct, eq=False):
     left: set[str]
     """of its sequences, those that have not ended"""
     came_at: float
+    waits_from: float
+    """it has waited for its turn since then"""
     begun: bool = False
     """something was delivered of a sequence that has ended"""
 
@@ -71,7 +73,8 @@ class Deliveries:
 
     def add(self, message: AddRequest, replica: int | None) -> None:
         """None: it waits for one, and is to `move`."""
-        request = _Request(message, replica, set(message.request_ids), time.monotonic())
+        now = time.monotonic()
+        request = _Request(message, replica, set(message.request_ids), now, now)
         self._requests[message.request_id] = request
         for name in message.request_ids:
             self._sequences[name] = _Sequence(request)
@@ -82,6 +85,12 @@ class Deliveries:
         self._requests[request_id].replica = replica
         for sequence in self._sequences_of(request_id):
             sequence.had = len(sequence.tokens)
+
+    def waits_anew(self, request_ids: Iterable[str] | None = None) -> None:
+        """They had their turn, or were not to have it; None: all. Deadlines do not begin anew."""
+        now = time.monotonic()
+        for name in self._requests if request_ids is None else request_ids:
+            self._requests[name].waits_from = now
 
     def got_on(self, request_id: str) -> bool:
         """Something of it was delivered since then, of each sequence of which anything had been: others may wait for
@@ -130,13 +139,13 @@ class Deliveries:
 
     def _as_late(self, request_id: str) -> AddRequest:
         """As it came, but what was left of its time has gone on."""
-        request, passed = self._requests[request_id], time.monotonic() - self._requests[request_id].came_at
+        request, now = self._requests[request_id], time.monotonic()
         message, begun = request.message, self._has_begun(request_id)
         wait_s, deadline_s = message.wait_s, message.deadline_s
         return replace(
             message,
-            wait_s=None if wait_s is None or begun else max(wait_s - passed, 0.0),
-            deadline_s=None if deadline_s is None else max(deadline_s - passed, 0.0),
+            wait_s=None if wait_s is None or begun else max(request.waits_from + wait_s - now, 0.0),
+            deadline_s=None if deadline_s is None else max(request.came_at + deadline_s - now, 0.0),
             accepted=True,
             begun=begun,
         )
@@ -150,7 +159,7 @@ class Deliveries:
         request = self._requests.get(request_id)
         if request is None or request.message.wait_s is None or self._has_begun(request_id):
             return False
-        return now - request.came_at >= request.message.wait_s
+        return now - request.waits_from >= request.message.wait_s
 
     def left(self, request_id: str) -> list[str]:
         """Its sequences that have not ended; none: it is over."""

@@ -73,7 +73,6 @@ class Fleet(Generic[C]):
         """what those have counted that are no more"""
         self._has_lost = False
         self.resting = False
-        """the last one may go, too: requests wait for the next one"""
 
     def add(self, *replicas: Replica[C]) -> None:
         with self._lock:
@@ -93,6 +92,14 @@ class Fleet(Generic[C]):
         """What killed before need not any more."""
         with self._lock:
             self._convicts = Convicts()
+
+    def rest(self, resting: bool) -> None:
+        """The last one may go, too, and requests wait for the next one; or nobody rests any more. Nobody has waited for
+        too long because others rested."""
+        with self._lock:
+            self.resting = resting
+            if not resting:
+                self._deliveries.waits_anew()
 
     def drain(self, replica: Replica[C]) -> None:
         """It gets no more requests, unless it becomes the last one. One that was lost is ignored."""
@@ -163,7 +170,7 @@ class Fleet(Generic[C]):
         if self.waiting and not self.resting:
             with self._lock:
                 for name in self.waiting.take_overdue():
-                    self._fail(self._deliveries.left(name), GIVEN_UP, QueueFullError.kind)
+                    self._fail(self._deliveries.left(name), GIVEN_UP, QueueFullError.kind, self.waiting.retry_after_s)
 
     def tell(self) -> None:
         """Whoever receives learns how many there are now."""
@@ -289,9 +296,12 @@ class Fleet(Generic[C]):
             self._court = None
             self._suspects.adjourn()
         lost, killers = self._router.remove(replica.number), list[str]()
-        go_on = lost
+        go_on, log = lost, replica.client.begun()
+        there = {name for name in lost if log.has_any(self._deliveries.message(name).request_ids)}
+        self._deliveries.waits_anew(there)
         if death is not None:
-            go_on, killers = self._to_blame(replica, lost)
+            deliveries = self._deliveries
+            go_on, killers = self._suspects.of_death(lost, there.__contains__, deliveries.got_on, deliveries.well_on)
         for name in lost:
             self._deliveries.move(name, None)
         for name in killers:
@@ -306,18 +316,6 @@ class Fleet(Generic[C]):
                 self._drain(each, False)
         self._move(go_on)
         self._move_waiting()  # for whom there was no room, though there is some now
-
-    def _to_blame(self, replica: Replica[C], lost: list[str]) -> tuple[list[str], list[str]]:
-        """Those that go on at once, and who has killed it. What is prepared before a step (a grammar, an adapter, pages
-        from elsewhere) may kill, too."""
-        log = replica.client.begun()
-
-        def begun(name: str) -> bool:
-            message = self._deliveries.message(name)
-            prepared = message.grammar or message.lora_request or message.kv_transfer
-            return prepared is not None or log.has_any(message.request_ids)
-
-        return self._suspects.of_death(lost, begun, self._deliveries.got_on, self._deliveries.well_on)
 
     def _try_suspect(self) -> None:
         """The next one, when the trial before is over; behind the last one the court is a replica like any other."""
@@ -351,14 +349,17 @@ class Fleet(Generic[C]):
             elif error is not None:
                 self._fail(left, str(error), error.kind if isinstance(error, QueueFullError) else "fault")
 
-    def _fail(self, names: Sequence[str], error: str, kind: str) -> None:
+    def _fail(self, names: Sequence[str], error: str, kind: str, retry_after_s: float = 1.0) -> None:
         """Sequences that no replica has."""
         for name in names:
             ended = self._deliveries.end(name)
             if ended is not None and not self._deliveries.left(ended.name):
                 self._suspects.forget(ended.name)
         deltas: list[Delta] = [
-            SequenceDelta(request_id=each, finish_reason="error", error=error, error_kind=kind) for each in names
+            SequenceDelta(
+                request_id=each, finish_reason="error", error=error, error_kind=kind, retry_after_s=retry_after_s
+            )
+            for each in names
         ]
         if deltas:
             self.told.append(StepOutputs(deltas=deltas, stats=self._stats()))

@@ -42,7 +42,8 @@ class Sleeping(Sleeper):
             self._check_open()
             if self._asleep:
                 return
-            self._asleep = self._fleet.resting = True
+            self._asleep = True
+            self._fleet.rest(True)
             replicas = self._fleet.replicas
             self._take_away(replicas)
             self._following.clear()  # they find that nobody is missing, or that all sleep
@@ -63,7 +64,8 @@ class Sleeping(Sleeper):
             except BaseException:
                 self._config = before
                 raise
-            self._asleep = self._fleet.resting = False
+            self._asleep = False
+            self._fleet.rest(False)
             if config is not None:
                 self._fleet.forgive()
             self._serve(*replicas)

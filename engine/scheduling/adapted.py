@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 
 from engine.adapters.interface import AdapterLoader
 from engine.adapters.request import LoRARequest
@@ -19,8 +20,9 @@ class Adapted:
     """A sequence holds its adapter in its slot from before it waits for a row until it has ended and no step in flight
     has it: what is computed for a row always reads the adapter that it began with."""
 
-    def __init__(self, steps: StepsInFlight, loader: AdapterLoader | None) -> None:
-        self._steps, self._loader = steps, loader
+    def __init__(self, steps: StepsInFlight, loader: AdapterLoader | None, begun: Callable[[str], None]) -> None:
+        """`begun`: is told for whom an adapter is loaded."""
+        self._steps, self._loader, self._begun = steps, loader, begun
         self._slots = Slots(0 if loader is None else loader.num_slots)
         self._waiting: OrderedDict[LoRARequest, list[_Samples]] = OrderedDict()
         """the adapter that was asked for first, first"""
@@ -120,6 +122,8 @@ class Adapted:
             self.wants_rest = True
             return False
         slot = self._slots.begin(adapter)
+        if slot is not None:
+            self._begun(self._waiting[adapter][0][0].request_id)
         if slot is not None and self._loader.load(adapter, slot):
             self._end_loading(adapter)
         return slot is not None

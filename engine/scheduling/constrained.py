@@ -3,6 +3,8 @@ is told what it may."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.errors import InvalidRequestError
 from engine.grammars.interface import Grammars, Matcher
 from engine.scheduling.adapted import Adapted
@@ -13,8 +15,16 @@ from engine.step import StepMasks
 
 
 class Constrained:
-    def __init__(self, held: Holdings, steps: StepsInFlight, grammars: Grammars | None, adapted: Adapted) -> None:
-        self._held, self._adapted = held, adapted
+    def __init__(
+        self,
+        held: Holdings,
+        steps: StepsInFlight,
+        grammars: Grammars | None,
+        adapted: Adapted,
+        begun: Callable[[str], None],
+    ) -> None:
+        """`begun`: is told for whom a grammar is compiled."""
+        self._held, self._adapted, self._begun = held, adapted, begun
         self._steps = steps
         self._grammars = grammars
         self._preparing: dict[str, list[list[Sequence]]] = {}
@@ -33,6 +43,8 @@ class Constrained:
 
     def prepare(self, grammar: str, samples: list[Sequence]) -> None:
         """A new request's sequences take their places when the grammar is compiled."""
+        if grammar not in self._preparing:
+            self._begun(samples[0].request_id)
         for seq in samples:
             seq.status = Status.PREPARING
         self._preparing.setdefault(grammar, []).append(samples.copy())

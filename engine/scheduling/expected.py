@@ -39,7 +39,7 @@ class Expected:
         budget: int,
         stages: int = 1,
         clock: Callable[[], float] = time.monotonic,
-        begun: Callable[[str], None] | None = None,
+        begun: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`rows`: sequences that run at a time, of which each step has one in `stages`. `budget`: tokens of a step.
         `begun`: is told of each that starts."""
@@ -72,8 +72,7 @@ class Expected:
 
     def started(self, seq: Sequence) -> None:
         """For the first time."""
-        if self._begun is not None:
-            self._begun(seq.request_id)
+        self._begun(seq.request_id)
         seq.started_at = self.clock()
         if seq.prompt_len and _leads(seq):
             computed = seq.prompt_len - (seq.cached_tokens or 0)

@@ -7,6 +7,8 @@ what is taken here before all steps that were planned then are complete.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from engine.core.wire import AddRequest
@@ -32,8 +34,11 @@ class _Fetch(msgspec.Struct):
 
 
 class Fetches:
-    def __init__(self, held: Holdings, steps: StepsInFlight, connector: Connector | None) -> None:
-        self._held, self._kv, self._steps, self._connector = held, held.kv, steps, connector
+    def __init__(
+        self, held: Holdings, steps: StepsInFlight, connector: Connector | None, begun: Callable[[str], None]
+    ) -> None:
+        """`begun`: is told for whom pages are fetched."""
+        self._held, self._kv, self._steps, self._connector, self._begun = held, held.kv, steps, connector, begun
         self._under_way: dict[int, _Fetch] = {}
         self._to_begin: list[tuple[int, int]] = []
         """(the step behind all that have to be complete before, the fetch)"""
@@ -51,6 +56,7 @@ class Fetches:
         source, host = request.kv_transfer, self._kv.host
         if source is None or not source.do_remote_prefill or self._connector is None or host is None:
             return False
+        self._begun(request.request_id)
         found, missing = self._look_up(host, samples[0])
         if not missing:
             self._connector.fetch(0, source, {})

@@ -60,19 +60,19 @@ class Scheduler:
         connector: Connector | None = None,
         adapters: AdapterLoader | None = None,
         clock: Callable[[], float] = time.monotonic,
-        begun: Callable[[str], None] | None = None,
+        begun: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`swap_block_s`: seconds that a block takes to the host tier and back. `exact`: nothing is planned of a
         sequence before it is known how many of its drafts were right. `connector`: to other engines, if any.
         `adapters`: who loads them, if there are any. `begun`: is told of each sequence that a step is to take up for
-        the first time, before it does."""
+        the first time, before it does, and of one for which something is prepared."""
         self._config = config
         self._kv = kv
         self._costs = StepCosts()
         rows = RunningRows(config.max_num_seqs, exact, config.stages, config.row_tokens, bool(kv.states.groups))
         self._leases = Leases(kv, connector)
         self._steps = StepsInFlight()
-        self._adapted = Adapted(self._steps, adapters)
+        self._adapted = Adapted(self._steps, adapters, begun)
         preemption = PreemptionCosts(config.preemption, swap_block_s, self._costs)
         fair = FairQueue(config.max_num_batched_tokens) if config.policy == "fair" else None
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
@@ -83,8 +83,8 @@ class Scheduler:
         self._outcomes = Outcomes(self._held, self._speculation, self._expected)
         self._live, self._waiting = self._held.live, self._held.waiting
         self._rows = self._held.rows
-        self._constrained = Constrained(self._held, self._steps, grammars, self._adapted)
-        self._fetches = Fetches(self._held, self._steps, connector)
+        self._constrained = Constrained(self._held, self._steps, grammars, self._adapted, begun)
+        self._fetches = Fetches(self._held, self._steps, connector, begun)
         self._arrivals = Arrivals(config, self._held, self._constrained, self._fetches, self._adapted, self._expected)
         self._num_steps = 0
         self._late: list[SequenceDelta] = []

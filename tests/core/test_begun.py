@@ -40,6 +40,19 @@ def test_a_full_disk_ends_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     log.add("b")
     log.add("c")
     assert Begun(str(tmp_path)).has_any(["b"]), "nothing is known any more"
+    log = BegunLog(str(tmp_path))
+    os.unlink(tmp_path / "begun")
+    log.add("a")
+    log.add("b")
+
+
+def test_where_so_many_files_are_open_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    BegunLog(str(tmp_path)).add("a")
+    monkeypatch.setattr("builtins.open", too_many)
+    assert Begun(str(tmp_path)).has_any(["b"])
 
 
 @pytest.mark.timeout(60)

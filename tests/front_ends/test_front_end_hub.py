@@ -102,7 +102,7 @@ def test_each_gets_its_own_tokens_and_ends(seed: int, events: list[str]) -> None
 def test_what_is_refused_is_told_to_whoever_asked_and_to_nobody_else() -> None:
     async def main() -> None:
         async with together(2) as both:
-            both.cores.refuses = QueueFullError("too many")
+            both.cores.refuses = QueueFullError("too many", 7.5)
             both.clients[1].send(added("queue_full", n=2))
             await both.until(lambda: len(both.ended(1)) == 2)
             both.cores.refuses = CoreDiedError("gone")
@@ -112,9 +112,10 @@ def test_what_is_refused_is_told_to_whoever_asked_and_to_nobody_else() -> None:
             both.clients[1].send(added("mistake"))
             await both.until(lambda: len(both.ended(1)) == 5)
             assert not both.ended(0) and both.ended(1)["mistake"].error_kind == "fault"
-            for kind, why in (("queue_full", "too many"), ("fault", "gone")):
+            for kind, why, after_s in (("queue_full", "too many", 7.5), ("fault", "gone", 1.0)):
                 told = both.ended(1)[kind]
                 assert (told.finish_reason, told.error_kind, told.error) == ("error", kind, why)
+                assert told.retry_after_s == after_s
             both.cores.refuses = None
             both.cores.say(TokenDeltas(request_ids=["fault"], token_ids=[1]))  # nobody waits for it any more
             both.clients[0].send(ResetPrefixCache())

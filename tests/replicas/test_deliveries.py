@@ -33,6 +33,9 @@ def test_what_was_let_in_is_not_refused_when_it_is_resumed(monkeypatch: pytest.M
     began = deliveries.resumed("a")  # the sample that is left waited for its row: the other one was given whole
     assert (began.wait_s, began.deadline_s, began.accepted, began.begun) == (None, 0.0, True, True)
     assert began.resumed == [] and not deliveries.is_overdue("a", 1e9)
+    deliveries.waits_anew(["b"])  # it was being computed, and nothing was told of it
+    assert (deliveries.resumed("b").wait_s, deliveries.resumed("b").deadline_s) == (5.0, 0.0)
+    assert not deliveries.is_overdue("b", 114.9) and deliveries.is_overdue("b", 115.0)
 
 
 def test_what_has_begun_is_told_of_once() -> None:

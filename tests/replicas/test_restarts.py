@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,10 @@ from core_fakes import request
 from test_replicated_client import Seen, counted, pids, replicas
 
 from engine.core.begun import Begun
+from engine.core.client import ProcessClient
 from engine.errors import CoreDiedError
 from engine.replicas import following, restarts
+from engine.replicas.replica import Replica
 from engine.replicas.restarts import Restarts
 
 pytestmark = pytest.mark.timeout(120)
@@ -107,13 +110,30 @@ def test_after_too_many_deaths_the_engine_ends_with_the_cause() -> None:
             client.send(request("r"))
 
 
+@contextmanager
+def at_once(pid: int) -> Iterator[None]:
+    """All that is sent to a core meanwhile comes before its next step."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_who_only_waited_for_a_row_is_tried_for_no_death(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Eight run when a core dies in its first step, and twenty wait: only those eight can have killed it."""
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
     with replicas("NeverEndsAStepAtFirst", 1, 4) as client:
-        names = [f"r{index}" for index in range(28)]
-        for index, name in enumerate(names):
-            client.send(request(name, max_tokens=1, prompt_len=5 + index))
+        names, add = [f"r{index}" for index in range(28)], client._fleet.add
+
+        def added(replica: Replica[ProcessClient]) -> None:
+            with at_once(replica.client.pid):
+                add(replica)
+
+        monkeypatch.setattr(client._fleet, "add", added)
+        with at_once(next(iter(pids(client).values()))):
+            for index, name in enumerate(names):
+                client.send(request(name, max_tokens=1, prompt_len=5 + index))
         seen, suspects = Seen(), client._fleet._suspects
         for _ in range(2):
             while not all(Begun(client._clients[0].socket_directory).has_any([f"r{index}"]) for index in range(8)):
@@ -197,6 +217,12 @@ def test_an_engine_is_closed_while_a_core_starts_in_the_place_of_one_that_died()
 def test_deaths_are_followed_sooner_or_later() -> None:
     policy = Restarts(4)
     assert [policy.died(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 4.0, None]
-    assert policy.died(603.5) == 16.0, "all but one are forgotten, but it is the sixth in a row"
-    assert [policy.died(604.0, True), policy.died(605.0)] == [0.0, 0.0]
-    assert [policy.died(86_400.0 * day) for day in range(1, 5)] == [0.0] * 4, "one a day is not a row"
+    assert policy.died(603.5) == 0.0, "all but one are forgotten"
+
+
+def test_cores_of_which_none_computes_anything_are_not_followed_for_ever() -> None:
+    """Each hangs for so long that the deaths before do not count any more."""
+    policy = Restarts(4)
+    assert [policy.died(700.0 * number) for number in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
+    assert [policy.died(700.0 * number, has_served=True) for number in range(5, 12)] == [0.0] * 7
+    assert [policy.died(10_000.0), policy.died(10_001.0)] == [0.0, 1.0], "a row begins anew"

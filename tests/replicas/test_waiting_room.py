@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
-from fleet_life import added
+from fleet_life import Life, added
 
-from engine.errors import QueueFullError
+from engine.core.begun import Begun, BegunLog
+from engine.core.wire import AddRequest
+from engine.errors import CoreDiedError, QueueFullError
 from engine.replicas.deliveries import Deliveries
 from engine.replicas.waiting_room import WaitingRoom
 from engine.request import Tenant
@@ -74,3 +77,38 @@ def test_nobody_waits_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> Non
     assert waiting.take_overdue() == ["short"] and waiting.num_sequences == 2
     now[0] = 1e6
     assert waiting.take_overdue() == ["long"] and waiting.take() == ["ever"]
+
+
+def test_who_had_his_turn_or_waited_for_sleepers_may_wait_as_long_as_whoever_comes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A search, or a long prompt, of which nothing is told yet, whose core dies: it was refused by the next one."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    life = Life(1, followed=True)
+    life.fleet.replicas[1].client.dead = True
+    life.fleet.lost(life.fleet.replicas[1], CoreDiedError("killed"))
+    [holder] = life.fleet.replicas
+    for name in ("computed", "waits"):
+        life.fleet.send(msgspec.structs.replace(added(name, [1], 9), wait_s=5.0, deadline_s=50.0))
+    BegunLog(str(tmp_path)).add("computed")
+    monkeypatch.setattr(holder.client, "begun", lambda: Begun(str(tmp_path)))
+    now[0] = 104.0
+    life.fleet.lost(holder, CoreDiedError("killed"), another_comes=True)
+    life.come()
+    [holder] = life.fleet.replicas
+    sent = [message for message in holder.client.messages if isinstance(message, AddRequest)]
+    assert {(each.request_id, each.wait_s, each.deadline_s) for each in sent} == {
+        ("computed", 5.0, 46.0),
+        ("waits", 1.0, 46.0),
+    }
+    life.fleet.rest(True)
+    holder.leaving = True
+    life.fleet.let_go()
+    now[0] = 120.0
+    life.fleet.end_overdue()
+    life.fleet.rest(False)
+    life.fleet.end_overdue()
+    life.come()
+    sent = [each for each in life.fleet.replicas[0].client.messages if isinstance(each, AddRequest)]
+    assert {(each.wait_s, each.deadline_s) for each in sent} == {(5.0, 30.0)} and len(sent) == 2 and not life.ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
@@ -72,16 +73,16 @@ class Loop:
         )
         longest = max(budget, (depth + 1) * (1 + drafts))
         self.kv = KVCache(num_blocks, block_size, caching, windows, longest, num_host_blocks, connector is not None)
-        self.grammars = ToyGrammars()
+        self.grammars, self.begun = ToyGrammars(), list[str]()
         self.executor = ReplayingExecutor(
             num_blocks, block_size, rows, budget, max_model_len, windows, num_host_blocks, config.max_sampled, pads
         )
         self.adapters = ToyAdapters(*adapters, self.executor.adapters)
-        self.scheduler = Scheduler(config, self.kv, swap_block_s, self.grammars, exact, connector, self.adapters)
+        parts = swap_block_s, self.grammars, exact, connector, self.adapters, time.monotonic, self.begun.append
+        self.scheduler = Scheduler(config, self.kv, *parts)
         self.depth, self.stages, self.max_model_len = depth, stages[0], max_model_len
-        self.plans, self.num_plain = list[StepPlan](), list[int]()
-        """rows of each plan that were planned at once"""
-        self.pending = deque[StepPlan]()
+        self.pending, self.plans, self.num_plain = deque[StepPlan](), list[StepPlan](), list[int]()
+        """`num_plain`: rows of each plan that were planned at once"""
         self.sequences, self.requests = dict[str, Sequence](), dict[str, AddRequest]()
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)

@@ -33,6 +33,22 @@ def test_a_core_with_nothing_but_grammars_under_way_has_no_work() -> None:
     assert loop.reason("a") == "length"
 
 
+def test_who_waits_for_a_row_has_begun_nothing_though_its_grammar_is_there() -> None:
+    """What compiles may kill the core, and so may an adapter that is loaded: one of those for whom it is."""
+    loop = Loop(rows=1, adapters=(1, 2))
+    loop.add("row", [1, 2], 20)
+    loop.turn()
+    for name in ("a", "b", "c"):
+        loop.add(name, [1, 2], 4, grammar="a:0:8")
+    for name, number in (("d", 1), ("e", 1), ("f", 2)):
+        loop.add(name, [1, 2], 4, adapter_number=number)
+    for _ in range(8):
+        loop.turn()
+    assert loop.begun == ["row", "a", "d"]
+    loop.run()
+    assert sorted(loop.begun) == sorted([*"aabcddeff", "row"]), "and whoever starts; an adapter without a slot waits"
+
+
 def test_each_in_its_place_once_their_grammars_are_there() -> None:
     """By arrival: the one that came first starts first, though its grammar came last."""
     loop = Loop(rows=1)
