@@ -351,8 +351,7 @@ class ReplicatedClient(Following, Sleeping):
         return None
 
     def _lost(self, replica: Replica[ProcessClient], error: CoreDiedError) -> StepOutputs:
-        has_served = replica.stats.steps > 0 or self._fleet.is_idle(replica.number)
-        wait_s = self._restarts.died(time.monotonic(), has_served)
+        wait_s = self._restarts.died(time.monotonic(), replica.stats.steps > 0)
         try:
             outputs = self._fleet.lost(replica, error, wait_s is not None or bool(self._following))
         except CoreDiedError:

@@ -86,11 +86,16 @@ class Deliveries:
         for sequence in self._sequences_of(request_id):
             sequence.had = len(sequence.tokens)
 
-    def waits_anew(self, request_ids: Iterable[str] | None = None) -> None:
-        """They had their turn, or were not to have it; None: all. Deadlines do not begin anew."""
+    def waits_anew(self, request_ids: Iterable[str]) -> None:
+        """They had their turn, or were not to have it. Deadlines do not begin anew."""
+        for name in request_ids:
+            self._requests[name].waits_from = time.monotonic()
+
+    def waited_less(self, seconds: float) -> None:
+        """All of them."""
         now = time.monotonic()
-        for name in self._requests if request_ids is None else request_ids:
-            self._requests[name].waits_from = now
+        for request in self._requests.values():
+            request.waits_from = min(request.waits_from + seconds, now)
 
     def got_on(self, request_id: str) -> bool:
         """Something of it was delivered since then, of each sequence of which anything had been: others may wait for

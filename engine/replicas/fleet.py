@@ -72,7 +72,7 @@ class Fleet(Generic[C]):
         self._gone = counters_of(CoreStats())
         """what those have counted that are no more"""
         self._has_lost = False
-        self.resting = False
+        self.resting, self._rests_from = False, 0.0
 
     def add(self, *replicas: Replica[C]) -> None:
         with self._lock:
@@ -97,9 +97,11 @@ class Fleet(Generic[C]):
         """The last one may go, too, and requests wait for the next one; or nobody rests any more. Nobody has waited for
         too long because others rested."""
         with self._lock:
+            if resting:
+                self._rests_from = time.monotonic()
+            elif self.resting:
+                self._deliveries.waited_less(time.monotonic() - self._rests_from)
             self.resting = resting
-            if not resting:
-                self._deliveries.waits_anew()
 
     def drain(self, replica: Replica[C]) -> None:
         """It gets no more requests, unless it becomes the last one. One that was lost is ignored."""
@@ -325,6 +327,7 @@ class Fleet(Generic[C]):
         name = self._suspects.next(left)
         self._router.drain(court.number, name is None and court.draining)
         if name is not None:
+            self._deliveries.waits_anew([name])
             self._move([name], court)
             self._router.drain(court.number, True)
         else:

@@ -88,7 +88,7 @@ class Following:
             died = isinstance(error, CoreDiedError)
             logger.error("a core that was to follow another one did not start: %s", error, exc_info=not died)
             self._fleet.start_failed()
-            wait_s = self._restarts.died(time.monotonic())
+            wait_s = self._restarts.did_not_start(time.monotonic())
             if wait_s is None and not self._fleet.replicas:
                 self._died = str(error)
             elif wait_s is None:
@@ -118,6 +118,7 @@ class Following:
             if timer is not None:
                 timer.cancel()
                 timer.join()
+        self._restarts.started()
         self._start_s = max(self._start_s or 0.0, time.monotonic() - began)
         self._fleet.waiting.retry_after_s = max(self._start_s, 1.0)
 

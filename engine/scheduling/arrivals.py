@@ -61,7 +61,7 @@ class Arrivals:
                 f"{full} (--max-waiting {self._config.max_waiting})", self._expected.when_room(request)
             )
         promised = self._expected.check(request)
-        start = None if request.grammar is None else self._constrained.start(request.grammar)
+        start = None if request.grammar is None else self._constrained.start(request.grammar, request.request_id)
         if request.pin is not None:
             prompt_len = len(request.prompt_token_ids)
             needs = [seq.max_blocks for seq in held.live.values()]
@@ -113,7 +113,7 @@ class Arrivals:
             return None
         request, samples = goes_on
         try:
-            start = None if request.grammar is None else self._constrained.start(request.grammar)
+            start = None if request.grammar is None else self._constrained.start(request.grammar, request.request_id)
             self._queue(request, samples, start)
         except InvalidRequestError as error:
             return samples[0], str(error)

@@ -34,17 +34,19 @@ class Constrained:
         """Sequences that wait for a grammar."""
         return sum(len(samples) for requests in self._preparing.values() for samples in requests)
 
-    def start(self, grammar: str) -> Matcher | None:
+    def start(self, grammar: str, request_id: str) -> Matcher | None:
         """Where outputs begin in it; None: it compiles, and the request is to be prepared. Raises `InvalidRequestError`
         if it did not compile."""
         if self._grammars is None:
             raise InvalidRequestError("this engine compiles no grammars", "structured_outputs")
-        return self._grammars.start(grammar) if self._grammars.begin(grammar) else None
+        if self._grammars.begin(grammar):
+            return self._grammars.start(grammar)
+        if grammar not in self._preparing:
+            self._begun(request_id)
+        return None
 
     def prepare(self, grammar: str, samples: list[Sequence]) -> None:
         """A new request's sequences take their places when the grammar is compiled."""
-        if grammar not in self._preparing:
-            self._begun(samples[0].request_id)
         for seq in samples:
             seq.status = Status.PREPARING
         self._preparing.setdefault(grammar, []).append(samples.copy())
@@ -56,7 +58,7 @@ class Constrained:
             alive = [seq for seq in samples if seq.status is Status.PREPARING]
             if alive:
                 try:
-                    start = self.start(grammar)
+                    start = self.start(grammar, alive[0].request_id)
                     if start is None:
                         self.prepare(grammar, alive)
                         continue

@@ -217,12 +217,14 @@ def test_an_engine_is_closed_while_a_core_starts_in_the_place_of_one_that_died()
 def test_deaths_are_followed_sooner_or_later() -> None:
     policy = Restarts(4)
     assert [policy.died(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.0, 1.0, 2.0, 4.0, None]
-    assert policy.died(603.5) == 0.0, "all but one are forgotten"
+    assert policy.died(603.5) == 16.0, "all but one are forgotten, but it is the sixth in a row"
+    assert [policy.died(604.0, True), policy.died(605.0)] == [0.0, 0.0]
+    assert [policy.died(86_400.0 * day) for day in range(1, 5)] == [0.0] * 4, "one a day is not a row"
 
 
-def test_cores_of_which_none_computes_anything_are_not_followed_for_ever() -> None:
-    """Each hangs for so long that the deaths before do not count any more."""
-    policy = Restarts(4)
-    assert [policy.died(700.0 * number) for number in range(5)] == [0.0, 1.0, 2.0, 4.0, None]
-    assert [policy.died(700.0 * number, has_served=True) for number in range(5, 12)] == [0.0] * 7
-    assert [policy.died(10_000.0), policy.died(10_001.0)] == [0.0, 1.0], "a row begins anew"
+def test_starts_that_fail_are_not_followed_for_ever_however_long_they_take() -> None:
+    policy = Restarts(2)
+    assert [policy.did_not_start(700.0 * number) for number in range(1, 6)] == [0.0, 0.0, None, 0.0, 0.0]
+    policy.started()
+    assert [policy.did_not_start(700.0 * number) for number in range(6, 9)] == [0.0, 0.0, None]
+    assert policy.died(5_600.5, has_served=True) == 0.0

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fleet_life import Life, added
+from replica_fakes import LittleCore
 
 from engine.core.begun import Begun, BegunLog
 from engine.core.wire import AddRequest
@@ -92,7 +93,7 @@ def test_who_had_his_turn_or_waited_for_sleepers_may_wait_as_long_as_whoever_com
     for name in ("computed", "waits"):
         life.fleet.send(msgspec.structs.replace(added(name, [1], 9), wait_s=5.0, deadline_s=50.0))
     BegunLog(str(tmp_path)).add("computed")
-    monkeypatch.setattr(holder.client, "begun", lambda: Begun(str(tmp_path)))
+    monkeypatch.setattr(LittleCore, "begun", lambda self: Begun(str(tmp_path)))
     now[0] = 104.0
     life.fleet.lost(holder, CoreDiedError("killed"), another_comes=True)
     life.come()
@@ -111,4 +112,31 @@ def test_who_had_his_turn_or_waited_for_sleepers_may_wait_as_long_as_whoever_com
     life.fleet.end_overdue()
     life.come()
     sent = [each for each in life.fleet.replicas[0].client.messages if isinstance(each, AddRequest)]
-    assert {(each.wait_s, each.deadline_s) for each in sent} == {(5.0, 30.0)} and len(sent) == 2 and not life.ended
+    assert {(each.request_id, each.wait_s, each.deadline_s) for each in sent} == {
+        ("computed", 5.0, 30.0),
+        ("waits", 1.0, 30.0),
+    }
+    assert not life.ended
+
+
+def test_who_waits_for_a_trial_is_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial before, of one that hangs cores, takes minutes."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    life = Life(1, followed=True)
+
+    def die() -> None:
+        for replica in life.fleet.replicas:
+            life.fleet.lost(replica, CoreDiedError("it hangs"), another_comes=True)
+        life.come()
+
+    die()
+    for name in ("first", "second"):
+        life.fleet.send(msgspec.structs.replace(added(name, [1], 9), wait_s=600.0))
+    waits = []
+    for _ in range(3):
+        now[0] += 310.0
+        die()
+        messages = life.fleet.replicas[0].client.messages
+        waits.append({each.request_id: each.wait_s for each in messages if isinstance(each, AddRequest)})
+    assert waits == [{"first": 600.0, "second": 600.0}, {"first": 600.0}, {"second": 600.0}]
