@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from engine.adapters.config import LoRAConfig
 from engine.adapters.expert_files import spread
 from engine.adapters.request import LoRARequest
 from engine.adapters.targets import Own, Part, Targets
+from engine.adapters.tensor_file import FLOATING, read_shapes
 from engine.errors import ConfigError, InvalidRequestError, WeightsError
 from engine.models.json_file import read_json_object, shown
 from engine.models.spec import DecoderSpec
@@ -27,7 +29,6 @@ _MOST_NUMBER = 1e9
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 _OF_EXPERTS = re.compile(r"(?:^|\.)experts\.\w+$")
 _HEADER_BYTES, _NUMBER_BYTES = 1 << 24, 8
-_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NOTHING: dict[str, tuple[object, ...]] = {
     "use_dora": (),
     "use_qalora": (),
@@ -42,6 +43,8 @@ _NOTHING: dict[str, tuple[object, ...]] = {
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 """what means another computation than B(A x), or weights beside A and B; with the values that do not"""
+
+ReadTensors = Callable[[Path, int], dict[str, torch.Tensor]]
 
 
 class Factors(NamedTuple):
@@ -63,11 +66,28 @@ class _Header(NamedTuple):
     rank: int
 
 
+class KnownFiles:
+    """What headers say of files that were checked: adapters of one training are alike in all but their numbers."""
+
+    def __init__(self, most: int = 16) -> None:
+        self._most = most
+        self._headers: OrderedDict[Hashable, list[_Header]] = OrderedDict()
+
+    def headers(self, tensors: Mapping[str, torch.Tensor], check: Callable[[], list[_Header]]) -> list[_Header]:
+        """As `check` found them when `tensors` were such for the first time."""
+        layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        headers = self._headers.pop(layout, None) or check()
+        self._headers[layout] = headers
+        while len(self._headers) > self._most:
+            self._headers.popitem(last=False)
+        return headers
+
+
 def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConfig | None) -> None:
     """That they can be loaded, by what their headers say: no number is read. Raises `InvalidRequestError`."""
     assert spec is not None and config is not None
     try:
-        AdapterFiles(adapter, Targets(spec, config), headers_only=True)
+        AdapterFiles(adapter, Targets(spec, config), read_shapes)
     except (ConfigError, WeightsError) as error:
         raise InvalidRequestError(str(error), "lora_path") from error
 
@@ -76,13 +96,10 @@ class AdapterFiles:
     """An adapter, read once, whole, and checked: who writes to its files meanwhile changes nothing of it. Raises
     `ConfigError` and `WeightsError`."""
 
-    digest = ""
-    """of both files, if it was wanted"""
-
     def __init__(
-        self, request: LoRARequest, targets: Targets, digest: bool = False, headers_only: bool = False
+        self, request: LoRARequest, targets: Targets, read: ReadTensors, known: KnownFiles | None = None
     ) -> None:
-        """`headers_only`: to be checked; it has no `factors`."""
+        """`read` tensors of at most so many bytes (`engine.adapters.tensor_file`)."""
         path = Path(request.lora_path)
         self._config = path / CONFIG
         self._file = path / WEIGHTS
@@ -99,38 +116,28 @@ class AdapterFiles:
         if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            self._check_size(self._file.stat().st_size, targets)
-            self._tensors = self._shapes() if headers_only else self._read()
+            self._tensors = read(self._file, _most_bytes(targets))
         except KeyError as error:
             raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise WeightsError(f"{self._file}: damaged or cut short ({error}); copy the file again") from error
-        if digest:
-            self.digest = f"{_checksum(self._tensors):08x} {self._alpha:g} {self._root}"
-        self._headers = self._read_headers(targets)
-
-    def _read(self) -> dict[str, torch.Tensor]:
-        with safe_open(self._file, framework="pt", backend="pread") as file:  # mapped, it could end under its readers
-            tensors: dict[str, torch.Tensor] = file.get_tensors()
-        return tensors
-
-    def _shapes(self) -> dict[str, torch.Tensor]:
-        """Tensors that have shapes and types, and no numbers."""
-        with safe_open(self._file, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return {
-                name: torch.empty(each.get_shape(), dtype=_FLOATING[each.get_dtype()], device="meta")
-                for name, each in slices.items()
-            }
-
-    def _check_size(self, size: int, targets: Targets) -> None:
-        if size > (most := _most_bytes(targets)):
+        except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
             raise WeightsError(
-                f"{self._file}: more than {most} bytes, which adapters of the largest ranks have at most"
-            )
+                f"{self._file}: cannot be read ({error}); copy it again if it is damaged or cut short"
+            ) from error
+        self._spread(targets)
+        self._headers = (known or KnownFiles()).headers(self._tensors, lambda: self._read_headers(targets))
 
-    def factors(self, dtype: torch.dtype, own_parts: Mapping[Part, Own]) -> list[Factors]:
-        """Of a rank, which has `own_parts`."""
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None: tensors are of several."""
+        found = {tensor.dtype for tensor in self._tensors.values()}
+        return found.pop() if len(found) == 1 else None
+
+    def digest(self) -> str:
+        """Of both files."""
+        return f"{_checksum(self._tensors):08x} {self._alpha:g} {self._root}"
+
+    def factors(self, dtype: torch.dtype, own_parts: Mapping[Part, Own], copied: bool = False) -> list[Factors]:
+        """Of a rank, which has `own_parts`; in memory of their own if they are `copied`."""
         found = []
         for header in self._headers:
             own = own_parts.get(header.part)
@@ -140,11 +147,14 @@ class AdapterFiles:
             a, b = self._tensors[header.a], rows_in_order(self._tensors[header.b], header.part.rows)
             if own.taken.rows is not None:
                 b = torch.cat([b[span.first : span.end] for span in own.taken.rows])
-            if own.taken.columns is not None:  # copied: what others have is not kept
-                a = a[:, own.taken.columns.first : own.taken.columns.end].clone()
+            if own.taken.columns is not None:
+                a = a[:, own.taken.columns.first : own.taken.columns.end]
             if b.dtype != dtype:
                 b, scale = (b.float() * scale).to(dtype), 1.0
-            found.append(Factors(own, a.to(dtype), b, scale))
+            a = a.to(dtype)
+            if copied:
+                a, b = a.clone(), b.clone()
+            found.append(Factors(own, a, b, scale))
         return found
 
     def _check(self, config: dict[str, object]) -> None:
@@ -167,7 +177,6 @@ class AdapterFiles:
 
     def _read_headers(self, targets: Targets) -> list[_Header]:
         pairs: dict[str, dict[str, str]] = {}
-        self._spread(targets)
         for name in self._tensors:
             match = _NAME.fullmatch(name)
             if match is None:
@@ -213,7 +222,7 @@ class AdapterFiles:
         shapes = {}
         for letter, name in pair.items():
             found = self._tensors[name]
-            if found.dtype not in _FLOATING.values():
+            if found.dtype not in FLOATING.values():
                 raise WeightsError(f"{self._file}: tensor {name} is stored as {found.dtype}, not as floats")
             shapes[letter] = tuple(found.shape)
         rank = shapes["A"][0] if shapes["A"] else 0

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import torch
 
 from engine.adapters.peft import Factors
+from engine.adapters.reader import ReadAdapter
 from engine.adapters.request import LoRARequest
 from engine.adapters.tables import AdapterTables
 from engine.errors import EngineError, in_words
@@ -24,8 +25,7 @@ class AdapterStore:
 
     def __init__(self, tables: AdapterTables, notify: Callable[[LoRARequest], None] | None) -> None:
         self._tables, self._notify = tables, notify
-        self._kept: OrderedDict[LoRARequest, tuple[list[Factors], str]] = OrderedDict()
-        """with the digest of their files"""
+        self._kept: OrderedDict[LoRARequest, ReadAdapter] = OrderedDict()
         self._digests: dict[LoRARequest, str] = {}
         self._problems: dict[LoRARequest, str] = {}
         self._work: SimpleQueue[tuple[LoRARequest, int]] = SimpleQueue()
@@ -77,10 +77,13 @@ class AdapterStore:
             self._problems[adapter] = in_words(error)
 
     def _factors(self, adapter: LoRARequest) -> list[Factors]:
-        read = self._kept.pop(adapter, None) or self._tables.read(adapter)
+        reader = self._tables.reader
+        read = self._kept.pop(adapter, None)
+        if read is None:
+            while len(self._kept) >= max(1, self._tables.most_kept):
+                reader.release(self._kept.popitem(last=False)[1])
+            read = reader.read(adapter)
         self._kept[adapter] = read
-        while len(self._kept) > self._tables.most_kept:
-            self._kept.popitem(last=False)
-        if read[1]:
-            self._digests[adapter] = read[1]
-        return read[0]
+        if read.digest:
+            self._digests[adapter] = read.digest
+        return read.factors

@@ -10,8 +10,8 @@ import torch
 from engine.adapters.config import LoRAConfig
 from engine.adapters.experts import AdaptedExperts
 from engine.adapters.linear import Adapted, Place, adapted
-from engine.adapters.peft import AdapterFiles, Factors
-from engine.adapters.request import LoRARequest
+from engine.adapters.peft import Factors
+from engine.adapters.reader import AdapterReader
 from engine.adapters.targets import Own, Targets, own_parts
 from engine.models.decoder import Decoder
 from engine.models.parallel import SummedExperts, SummedLinear
@@ -87,14 +87,14 @@ class AdapterTables:
         self.num_slots, self.most_kept = config.max_loras, config.max_cpu_loras
         self.kept_bytes = 0
         """of factors that are kept beside those in slots, at most, where that is the device's memory"""
-        self._dtype, self._targets = model.dtype, Targets(spec, config)
+        targets = Targets(spec, config)
         self._step = StepAdapters(most_tokens, device)
         self.on_device = device.type == "cuda"
-        self._is_part = shard is not None or stage is not None
-        self._own = own_parts(spec, self._targets, shard, stage)
+        own = own_parts(spec, targets, shard, stage)
+        self.reader = AdapterReader(targets, own, model.dtype, is_part=shard is not None or stage is not None)
         parts: dict[str, list[Own]] = {}
-        for own in self._own.values():
-            parts.setdefault(own.layer, []).append(own)
+        for each in own.values():
+            parts.setdefault(each.layer, []).append(each)
         self._layers: dict[str, Adapted] = {}
         self._experts: dict[str, AdaptedExperts] = {}
         """by their layer"""
@@ -110,11 +110,6 @@ class AdapterTables:
         if not self.on_device:
             sizes = (layer.nbytes for layer in self._all())
             self.kept_bytes = sum(size // config.max_loras * config.max_cpu_loras for size in sizes)
-
-    def read(self, adapter: LoRARequest) -> tuple[list[Factors], str]:
-        """From its files, and of a part of a model a digest of these. Raises `ConfigError` and `WeightsError`."""
-        files = AdapterFiles(adapter, self._targets, digest=self._is_part)
-        return files.factors(self._dtype, self._own), files.digest
 
     def write(self, slot: int, factors: list[Factors]) -> None:
         """The adapter is in the slot; no step in flight has a row of it."""

@@ -158,8 +158,8 @@ class Targets:
         """Of a checkpoint's module, in transformers."""
         family, bare = self._family, name.removeprefix(self._family.prefix)
         names = {name, bare, f"model.{bare}"}  # the last: where checkpoints call a module otherwise
-        if family.wrapper is not None:
-            names.add(family.wrapper.name_of(name))
+        if family.wrapper is not None:  # whose modules transformers has called in three ways
+            names |= {family.wrapper.name_of(name), f"model.language_model.{bare}", f"language_model.model.{bare}"}
         return names
 
     @property

@@ -21,7 +21,7 @@ def check_adapter(adapter: object, serves_adapters: bool, limits: Limits) -> LoR
     if not serves_adapters:
         raise InvalidRequestError(f"{FIELD}: this engine serves no adapters (--enable-lora)", FIELD)
     number = adapter.lora_int_id
-    if not isinstance(number, int) or not 1 <= number < 1 << 63:
+    if type(number) is not int or not 1 <= number < 1 << 63:
         raise InvalidRequestError(f"{FIELD}: lora_int_id must be at least 1", FIELD)
     check_name(adapter.lora_name, FIELD, limits)
     if len(path := check_text(adapter.lora_path, FIELD)) > _MOST_PATH:

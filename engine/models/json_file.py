@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+import stat
 from collections import Counter
 from pathlib import Path
 
@@ -22,10 +23,12 @@ def read_json_object(file: Path, largest_bytes: int) -> dict[str, object]:
 def read_json_value(file: Path, largest_bytes: int) -> object:
     """The same of any JSON."""
     try:
-        with open(file, "rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size > largest_bytes:
-                raise ConfigError(f"{file}: has {size} bytes; at most {largest_bytes} are read of such a file")
+        with open(file, "rb", opener=_at_once) as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{file}: is not a file")
+            if found.st_size > largest_bytes:
+                raise ConfigError(f"{file}: has {found.st_size} bytes; at most {largest_bytes} are read of such a file")
             content: object = json.loads(opened.read(largest_bytes).decode("utf-8"), object_pairs_hook=_each_key_once)
     except RecursionError:
         raise ConfigError(f"{file}: cannot be read as JSON: it is nested too deeply") from None
@@ -35,6 +38,11 @@ def read_json_value(file: Path, largest_bytes: int) -> object:
         why = error.strerror if isinstance(error, OSError) else error  # whose text names the file once more
         raise ConfigError(f"{file}: cannot be read as JSON: {why}") from error
     return content
+
+
+def _at_once(file: str, flags: int) -> int:
+    """Nobody waits for who might write to it."""
+    return os.open(file, flags | os.O_NONBLOCK)
 
 
 def shown(value: object) -> str:

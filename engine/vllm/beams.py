@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.adapters.request import LoRARequest
 from engine.errors import InvalidRequestError, RequestFailedError
 from engine.frontend.tokenizer import Tokenizer
 from engine.limits import RANGES
@@ -56,7 +57,7 @@ class BeamSearchSequence:
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: None = None
+    lora_request: LoRARequest | None = None
 
 
 @dataclass
@@ -80,6 +81,7 @@ def beams_of(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
                 text=tokenizer.decode(tokens, skip_special_tokens=False),
                 finish_reason=beam.finish_reason,
                 stop_reason=beam.stop_reason,
+                lora_request=output.lora_request,
             )
         )
     return BeamSearchOutput(sequences)

@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Callable, Collection
 
 import msgspec
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import PlainTextResponse
+from starlette.requests import HTTPConnection
 
 from engine import AsyncEngine, LoRARequest
 from engine.errors import InvalidRequestError
@@ -47,12 +48,13 @@ class Adapters:
     def listed(self) -> list[LoRAModule]:
         return [module for module, _ in self._modules.values()]
 
-    async def load(self, module: LoRAModule) -> None:
-        """Requests may name it from now on. Raises `InvalidRequestError`."""
-        self._check_free(module.name)
+    async def load(self, module: LoRAModule, in_place: bool = False) -> None:
+        """Requests may name it from now on. `in_place`: it may take the place of another one, with which requests that
+        have begun with it end. Raises `InvalidRequestError`."""
+        self._check_free(module.name, in_place)
         adapter = LoRARequest(module.name, next(self._numbers), module.path)
         await self._engine.check_lora(adapter)
-        self._check_free(module.name)
+        self._check_free(module.name, in_place)
         self._modules[module.name] = module, adapter
         self._gone.pop(module.name, None)
 
@@ -65,34 +67,42 @@ class Adapters:
         if len(self._gone) > self._engine.config.limits.lora_modules:
             del self._gone[next(iter(self._gone))]
 
-    def _check_free(self, name: str) -> None:
-        if name in self._modules or name in self._served_names:
+    def _check_free(self, name: str, in_place: bool) -> None:
+        if name in self._served_names or (name in self._modules and not in_place):
             raise InvalidRequestError(f"the name {name[:100]!r} is in use: unload it, or take another", "lora_name")
-        self._engine.config.limits.check("lora_modules", len(self._modules) + 1, "lora_name")
+        self._engine.config.limits.check("lora_modules", len({*self._modules, name}), "lora_name")
 
 
 class LoadAdapter(Body):
     lora_name: str
     lora_path: str
     base_model_name: str | None = None
+    load_inplace: bool = False
 
 
 class UnloadAdapter(Body):
     lora_name: str
-    lora_int_id: int | None = None
 
 
-def add_routes(app: FastAPI, adapters: Adapters, refuse_several: Callable[[str], None]) -> None:
+def add_routes(
+    app: FastAPI,
+    adapters: Adapters,
+    refuse_several: Callable[[str], None],
+    take_note: Callable[[Body, HTTPConnection], None],
+) -> None:
+    """`take_note`: as `ServerContext`'s."""
     app.state.adapters = adapters
 
     @app.post("/v1/load_lora_adapter")
-    async def load_lora_adapter(body: LoadAdapter) -> PlainTextResponse:
+    async def load_lora_adapter(body: LoadAdapter, request: Request) -> PlainTextResponse:
         refuse_several("adapters are loaded")
-        await adapters.load(LoRAModule(body.lora_name, body.lora_path, body.base_model_name))
+        take_note(body, request)
+        await adapters.load(LoRAModule(body.lora_name, body.lora_path, body.base_model_name), body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @app.post("/v1/unload_lora_adapter")
-    async def unload_lora_adapter(body: UnloadAdapter) -> PlainTextResponse:
+    async def unload_lora_adapter(body: UnloadAdapter, request: Request) -> PlainTextResponse:
         refuse_several("adapters are unloaded")
+        take_note(body, request)
         adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

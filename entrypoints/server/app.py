@@ -145,7 +145,7 @@ def _add_middleware(app: FastAPI, inner: Sequence[Middleware], allowed_origins: 
 
 
 def _openai_routes(app: FastAPI, context: ServerContext) -> None:
-    adapters.add_routes(app, context.adapters, context.settings.refuse_several)
+    adapters.add_routes(app, context.adapters, context.settings.refuse_several, context.take_note)
     known = {name: _model(name, context.engine.max_model_len) for name in context.names}
 
     def listed() -> dict[str, dict[str, object]]:

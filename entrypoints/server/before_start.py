@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import ssl
+from collections import Counter
 from pathlib import Path
 
 from engine.dialects.resolve import dialect_of
@@ -26,6 +27,7 @@ def check_options(options: argparse.Namespace, memory: SharedMemory | None = Non
         raise ConfigError("--enable-sleep-mode needs --core-restarts above 0: else the engine ends with its core")
     if options.profile_dir is not None:
         _check_directory("--profile-dir", options.profile_dir)
+    _check_adapters(options)
     _check_certificate(options)
     if options.api_server_count > 1:
         _check_several(options)
@@ -49,6 +51,18 @@ def _check_directory(option: str, path: Path) -> None:
         raise ConfigError(f"{option}: {path}: {error.strerror}") from None
     if not writable:
         raise ConfigError(f"{option}: {path} cannot be written to")
+
+
+def _check_adapters(options: argparse.Namespace) -> None:
+    """As far as they can be without the model."""
+    if options.lora_modules and not options.enable_lora:
+        raise ConfigError("--lora-modules: adapters are served with --enable-lora")
+    names = [module.name for module in options.lora_modules]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"--lora-modules names {twice[0]!r} twice")
+    for module in options.lora_modules:
+        if not Path(module.path, "adapter_config.json").is_file():
+            raise ConfigError(f"--lora-modules: {module.path}: no adapter_config.json: not an adapter as PEFT saves it")
 
 
 def check_speech(options: argparse.Namespace) -> None:

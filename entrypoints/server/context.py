@@ -174,8 +174,9 @@ class ServerContext:
 
     def name_of(self, name: str | None) -> str:
         """What an answer says of who has answered a request that asks for `name`."""
-        adapter = self.adapters.get(name)
-        return self.served_name if adapter is None else adapter.lora_name
+        if name is not None and (self.adapters.get(name) or self.adapters.has_left(name)):  # while it was answered
+            return name
+        return self.served_name
 
     def take_note(self, body: Body, request: HTTPConnection, more: Sequence[str] = ()) -> None:
         """Of fields that nobody knows, and `more` that is passed over: a line in the log and a header, or

@@ -14,6 +14,7 @@ from tiny_families import save_tiny
 
 from engine.adapters.config import LoRAConfig
 from engine.adapters.peft import check_files
+from engine.adapters.targets import Targets
 from engine.errors import InvalidRequestError
 from engine.models.description import describe
 from engine.models.spec import DecoderSpec
@@ -82,12 +83,27 @@ def test_damaged_directories_are_refused(model: tuple[torch.nn.Module, DecoderSp
     save_file({**tensors, **again}, weights)
     refused("adapted twice")
     save_file({f"{name}A.weight": torch.zeros(16, 1 << 20)}, weights)
-    refused("more than .* bytes, which adapters of the largest ranks have")
+    refused("more than .*, which the largest ranks have at most")
     weights.write_bytes(weights.read_bytes()[:100])
     refused("damaged")
     weights.unlink()
     refused("no adapter_model.safetensors")
+    header = b'{"odd":{"dtype":"F32","shape":[9223372036854775808,0],"data_offsets":[0,0]}}'
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    refused("cannot be read")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 10**400}))
     refused("lora_alpha must be a number")
     (tmp_path / "adapter_config.json").write_text(json.dumps([]))
     refused("not an object")
+
+
+def test_modules_of_a_model_inside_another_have_the_names_of_every_release(tmp_path: Path) -> None:
+    """Of Gemma 3 that sees: as PEFT saves them with transformers of 2024, of 2025 and of today."""
+    save_tiny("Gemma3", tmp_path)
+    spec = describe(str(tmp_path)).spec
+    assert spec is not None
+    targets = Targets(spec, CONFIG)
+    part = targets.find("model.layers.1.mlp.down_proj")
+    assert part is not None
+    for before in ("language_model.model.", "model.language_model."):
+        assert targets.find(f"{before}layers.1.mlp.down_proj") == part

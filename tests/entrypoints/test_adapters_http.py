@@ -14,8 +14,11 @@ from scripted_server import Server
 from test_http_errors import error_of
 
 from engine import AsyncEngine, EngineArgs
+from engine.core.wire import AddRequest
+from engine.errors import ConfigError
 from entrypoints.serve import build_parser
 from entrypoints.server.adapters import LoRAModule
+from entrypoints.server.before_start import check_options
 
 HI = [{"role": "user", "content": "hi"}]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -78,12 +81,54 @@ def test_adapters_are_models_that_come_and_go(tiny_server_model: Path, adapter: 
         await client.post("/v1/chat/completions", json=chat)
         again = server.core.added[-1].lora_request
         assert again is not None and again.lora_int_id > number, "what was cached for the other one is not its own"
+        newer = await client.post(LOAD, json={**body, "load_inplace": True, "is_3d_lora_weight": True})
+        assert newer.status_code == 200 and newer.headers["x-pageloom-ignored"] == "is_3d_lora_weight"
+        await client.post("/v1/chat/completions", json=chat)
+        newest = server.core.added[-1].lora_request
+        assert newest is not None and newest.lora_int_id > again.lora_int_id
+        assert len((await client.get("/v1/models")).json()["data"]) == 2
+        left = await client.post(UNLOAD, json={"lora_name": "mine", "lora_int_id": 7})
+        assert left.status_code == 200 and left.headers["x-pageloom-ignored"] == "lora_int_id"
 
     async def go() -> None:
         async with server.client() as client:
             await scenario(client)
 
     asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_an_answer_names_the_adapter_that_is_unloaded_meanwhile(tiny_server_model: Path, adapter: Path) -> None:
+    server = serving_adapters(tiny_server_model)
+
+    async def go() -> None:
+        async with server.client() as client:
+            await client.post(LOAD, json={"lora_name": "mine", "lora_path": str(adapter)})
+            told = client._transport.app.state.adapters  # type: ignore[attr-defined]
+            add = server.core.added.append
+
+            def unloaded(message: AddRequest) -> None:
+                add(message)
+                told.unload("mine")
+
+            server.core.added = type("Added", (list,), {"append": lambda self, message: unloaded(message)})()
+            reply = await client.post("/v1/chat/completions", json={"messages": HI, "model": "mine"})
+            assert reply.json()["model"] == "mine" and not told.listed()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--lora-modules", "a={adapter}"], "--enable-lora"),
+        (["--enable-lora", "--lora-modules", "a={adapter}", "a={adapter}"], "names 'a' twice"),
+        (["--enable-lora", "--lora-modules", "a=/nowhere"], "/nowhere: no adapter_config.json"),
+    ],
+)
+def test_modules_are_looked_at_before_anything_is_loaded(adapter: Path, options: list[str], said: str) -> None:
+    given = [each.replace("{adapter}", str(adapter)) for each in options]
+    with pytest.raises(ConfigError, match=said):
+        check_options(build_parser().parse_args(["m", *given]))
 
 
 def test_a_server_without_adapters_says_so(tiny_server_model: Path, adapter: Path) -> None:
