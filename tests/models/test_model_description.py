@@ -71,11 +71,15 @@ def test_the_legacy_name_of_the_dtype_is_read(tmp_path: Path) -> None:
     assert describe(written(tmp_path, legacy)).default_dtype == "float16"
 
 
+SEES = "Mistral3ForConditionalGeneration"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*ForCausalLM.*Llama, Mistral"),
         ({"architectures": ["Qwen2VLForConditionalGeneration"], "text_config": LLAMA}, "Qwen2VLForCond.*Gemma3"),
+        ({"architectures": [SEES], "text_config": {**LLAMA, "model_type": "new"}}, f"{SEES}.*type 'new'.*; mistral, "),
         ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "generates nothing"),
         ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),

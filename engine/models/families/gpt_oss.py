@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from engine.models.families.common import (
     Config,
     Family,
@@ -48,7 +50,7 @@ def gpt_oss_spec(config: Config) -> DecoderSpec:
         activation=ClampedSwiGLU(number(config, "swiglu_limit", 7.0), number(config, "swiglu_alpha", 1.702)),
         bias=True,
     )
-    return with_experts(spec, experts)
+    return with_experts(replace(spec, norm="rms_wide"), experts)
 
 
 _EXPERTS = ExpertNames(

@@ -55,7 +55,7 @@ def nemotron_h_spec(config: Config) -> DecoderSpec:
         groups=integer(config, "n_groups", 8),
         state_size=integer(config, "ssm_state_size", 128),
         taps=integer(config, "conv_kernel", 4),
-        bias=flag(config, "mamba_proj_bias"),
+        bias=flag(config, "use_bias"),
         conv_bias=flag(config, "use_conv_bias", True),
         amounts=amounts_of(config),
         norm_eps=spec.norm_eps,
@@ -68,7 +68,7 @@ def nemotron_h_spec(config: Config) -> DecoderSpec:
     for layer, (kind, follows) in zip(spec.layers, mixers, strict=True):
         its = layer if follows in _ALONE else replace(layer, mlp=None)
         layers.append(replace(its, mixer=mamba) if kind == "linear_attention" else its)
-    return replace(spec, layers=tuple(layers))
+    return replace(spec, layers=tuple(layers), norm="rms_wide")
 
 
 def _with_experts(spec: DecoderSpec, config: Config, sparse: list[bool]) -> DecoderSpec:

@@ -59,7 +59,7 @@ def qwen3_5_spec(config: Config, family: str = "qwen3_5_text", default_kv_heads:
     for layer, attends in zip(spec.layers, _kinds(config), strict=True):
         assert isinstance(layer.mixer, MixerSpec)
         layers.append(replace(layer, mixer=replace(layer.mixer, gated=True) if attends else delta))
-    return replace(spec, layers=tuple(layers))
+    return replace(spec, layers=tuple(layers), norm="rms_wide")
 
 
 def qwen3_5_moe_spec(config: Config, family: str = "qwen3_5_moe_text") -> DecoderSpec:

@@ -159,15 +159,21 @@ def find_family(config: Mapping[str, object]) -> Found:
 
 def text_config(config: Mapping[str, object]) -> dict[str, object]:
     """The text model's own, where a family's `Wrapper` names the architecture; any other config as it is. What stands
-    around it holds where it says nothing. Of several families it is the one that its `model_type` names. Raises
-    ConfigError."""
+    around it holds where it says nothing. Of several families it is the one that its `model_type` names, the first one
+    where it has none. Raises ConfigError, `UnsupportedModelError`."""
     named, text = _architectures(config), config.get("text_config")
     inside = [family for family in FAMILIES if family.wrapper is not None and family.wrapper.architecture in named]
     if not inside:
         return dict(config)
     if not isinstance(text, Mapping):
         raise ConfigError(f"text_config must be an object, found {shown(text)}")
-    family = next((each for each in inside if each.name == text.get("model_type")), inside[0])
+    kind = text.get("model_type")
+    family = inside[0] if kind is None else next((each for each in inside if each.name == kind), None)
+    if family is None:
+        known = ", ".join(each.name for each in inside)
+        raise UnsupportedModelError(
+            f"{shown(named[:4])} with a text model of the model_type {shown(kind)} is not supported; {known} are"
+        )
     around = {key: value for key, value in config.items() if text.get(key) is None}
     return {**text, **around, "architectures": [family.architecture]}
 
