@@ -26,8 +26,7 @@ def estimate_step_bytes(
     scheduler, size = config.scheduler, DTYPE_BYTES[config.model.dtype]
     tokens, samples = scheduler.max_num_batched_tokens, scheduler.max_sampled
     found = estimate_activation_bytes(own, size, tokens, samples if makes_logits else 0)
-    if own.states and scheduler.speculation.num_speculative_tokens:
-        found += _replayed_bytes([each.given_size * size for each in own.states], scheduler)
+    found += replayed_bytes(own, size, scheduler)
     if whole is not None:
         found += tokens * _context_row_bytes(whole, own, config.parallel.context, size)
     if exchanged is not None:
@@ -42,9 +41,12 @@ def draft_bytes(draft: ModelFacts, dtype_bytes: int, max_tokens: int, max_sample
     return shown + estimate_activation_bytes(draft, dtype_bytes, max_tokens, max_samples)
 
 
-def _replayed_bytes(rows: list[int], scheduler: SchedulerConfig) -> int:
+def replayed_bytes(facts: ModelFacts, dtype_bytes: int, scheduler: SchedulerConfig) -> int:
     """What layers with states were given for drafts, kept until the next step of the sequence, and what one of them is
-    given there, these before a step's own tokens. `rows`: bytes of a token, of each layer."""
+    given there, these before a step's own tokens."""
+    if not facts.states or not scheduler.speculation.num_speculative_tokens:
+        return 0
+    rows = [each.given_size * dtype_bytes for each in facts.states]
     drafts = scheduler.max_drafts * scheduler.steps_in_flight
     return drafts * sum(rows) + (scheduler.max_num_batched_tokens + drafts) * max(rows)
 

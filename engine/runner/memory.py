@@ -12,7 +12,7 @@ from engine.layer_groups import LayerGroup
 from engine.machine import main_memory
 from engine.models.decoder import Decoder
 from engine.models.facts import ModelFacts
-from engine.models.step_memory import draft_bytes, estimate_step_bytes, logits_bytes
+from engine.models.step_memory import draft_bytes, estimate_step_bytes, logits_bytes, replayed_bytes
 from engine.reports import LoadReport
 from engine.runner.loading import CausalModel, RunnerParts, device_of
 from engine.runner.paged_attention import PagedAttention
@@ -25,6 +25,7 @@ def activation_bytes(config: EngineConfig, parts: RunnerParts, states: StateCach
     if (device := device_of(config)).type == "cuda":
         tokens, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_sampled
         own = measure_activation_bytes(parts.model, parts.facts, device, tokens, samples, states)
+        own += replayed_bytes(parts.facts, parts.dtype.itemsize, config.scheduler)
         return own if draft is None else own + draft_bytes(draft, parts.dtype.itemsize, tokens, samples)
     return estimate_step_bytes(
         config,
@@ -70,7 +71,7 @@ def measure_activation_bytes(
     states: StateCaches | None,
 ) -> int:
     """Peak of a real step at the full budget on a CUDA device, with attention left out: its workspace is the backend's.
-    Layers that keep states compute one prompt, then as many sequences as decode at once.
+    Layers that keep states compute one prompt, then one beside as many sequences as decode at once.
 
     Leaves the model with a stand-in for attention and states; the caller binds the real ones.
     """
@@ -85,9 +86,9 @@ def measure_activation_bytes(
         hidden = model(ids, ids)
         model.compute_logits(hidden[:max_samples])
         if states is not None:
-            decodes = min(max_samples, max_tokens)
-            cast(Decoder, model).set_mixing(states.forgetful([1] * decodes, device))
-            model(ids[:decodes], ids[:decodes])
+            decodes = min(max_samples, max_tokens) - 1
+            cast(Decoder, model).set_mixing(states.forgetful([max_tokens - decodes, *[1] * decodes], device))
+            model(ids, ids)
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.max_memory_allocated(device)) - before
     return max(peak, 0) + logits_bytes(facts.vocab_size, min(max_samples, max_tokens))
