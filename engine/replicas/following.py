@@ -78,6 +78,7 @@ class Following:
             with self._changing:
                 self._check_open()
                 if self._asleep or self._missing <= 0:
+                    self._restarts.started()
                     self._fleet.nobody_comes()
                     return None
                 self._serve(self._start_one(in_time=True))

@@ -18,7 +18,7 @@ class Restarts:
         self._in_a_row = self._not_started = 0
 
     def started(self) -> None:
-        """A core serves."""
+        """A core serves, or none is to start."""
         self._not_started = 0
 
     def did_not_start(self, now: float) -> float | None:
@@ -26,8 +26,8 @@ class Restarts:
         hangs in its start dies so late that few deaths fall into any window."""
         self._not_started += 1
         wait_s = self.died(now)
-        if self._not_started > self._most:
-            self._not_started = 0
+        if wait_s is None or self._not_started > self._most:
+            self._not_started = 0  # whoever goes on begins anew
             return None
         return wait_s
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+import msgspec
+
 from engine.adapters.interface import AdapterLoader
 from engine.adapters.request import LoRARequest
 from engine.adapters.slots import Slots
@@ -14,6 +16,17 @@ from engine.scheduling.steps_in_flight import StepsInFlight
 
 _Samples = list[Sequence]
 """a request's sequences, or the members of its search"""
+_WAITS = -2
+"""in the place of a sequence's slot, while it waits for one"""
+
+
+class _Line(msgspec.Struct, eq=False):
+    """Those that wait for an adapter."""
+
+    requests: list[_Samples] = []
+    """of some sequences may have ended"""
+    alive: int = 0
+    """sequences"""
 
 
 class Adapted:
@@ -24,8 +37,9 @@ class Adapted:
         """`begun`: is told for whom an adapter is loaded."""
         self._steps, self._loader, self._begun = steps, loader, begun
         self._slots = Slots(0 if loader is None else loader.num_slots)
-        self._waiting: OrderedDict[LoRARequest, list[_Samples]] = OrderedDict()
-        """the adapter that was asked for first, first"""
+        self._waiting: OrderedDict[LoRARequest, _Line] = OrderedDict()
+        """the adapter that was asked for first, first; somebody waits for each, or it loads"""
+        self._num_waiting = 0
         self._leaving: deque[tuple[int, LoRARequest]] = deque()
         """sequences that have ended, with the step before which all must be complete"""
         self._ready: list[_Samples] = []
@@ -35,7 +49,7 @@ class Adapted:
 
     def __len__(self) -> int:
         """Sequences that wait for an adapter."""
-        return sum(len(_preparing(samples)) for requests in self._waiting.values() for samples in requests)
+        return self._num_waiting
 
     @property
     def has_news(self) -> bool:
@@ -57,17 +71,28 @@ class Adapted:
         ):
             return True
         for seq in samples:
-            seq.status = Status.PREPARING
-        self._waiting.setdefault(adapter, []).append(samples)
+            seq.status, seq.slot = Status.PREPARING, _WAITS
+        line = self._waiting.setdefault(adapter, _Line())
+        line.requests.append(samples)
+        line.alive += len(samples)
+        self._num_waiting += len(samples)
         self._go_on()
         return False
 
     def leave(self, seq: Sequence) -> None:
         """It has ended."""
-        if seq.adapter is not None and seq.slot >= 0:
+        if seq.adapter is None or seq.slot == -1:
+            return
+        if seq.slot == _WAITS:
+            self._num_waiting -= 1
+            line = self._waiting[seq.adapter]
+            line.alive -= 1
+            if not line.alive and seq.adapter not in self._slots.loading:
+                del self._waiting[seq.adapter]
+        else:
             self._leaving.append((self._steps.next_id, seq.adapter))
-            seq.slot = -1
-            self.go_on()
+        seq.slot = -1
+        self.go_on()
 
     def loaded(self, adapter: LoRARequest) -> None:
         """It is in its slot, or could not be loaded."""
@@ -96,15 +121,28 @@ class Adapted:
         for adapter in list(self._waiting):
             if adapter in self._slots.loading:
                 continue
-            requests = [alive for samples in self._waiting[adapter] if (alive := _preparing(samples))]
-            self._waiting[adapter] = requests
-            if not requests:
-                del self._waiting[adapter]
-            elif self._give(adapter, requests):
-                del self._waiting[adapter]
-                self._ready += requests
+            if adapter in self._slots.resident:
+                self._ready += self._served(adapter)
             elif not self._load(adapter):
                 return
+
+    def _served(self, adapter: LoRARequest) -> list[_Samples]:
+        """Those that wait for it, which is there, have its slot."""
+        requests = self._taken_out(adapter)
+        if requests:
+            self._give(adapter, requests)
+        return requests
+
+    def _taken_out(self, adapter: LoRARequest) -> list[_Samples]:
+        """They wait no more, those that have not ended."""
+        line = self._waiting.pop(adapter, None)
+        if line is None:
+            return []
+        self._num_waiting -= line.alive
+        requests = [alive for samples in line.requests if (alive := _preparing(samples))]
+        for seq in (seq for samples in requests for seq in samples):
+            seq.slot = -1
+        return requests
 
     def _give(self, adapter: LoRARequest, requests: list[_Samples], waiting: int = 0) -> bool:
         sequences = [seq for samples in requests for seq in samples]
@@ -122,24 +160,22 @@ class Adapted:
             self.wants_rest = True
             return False
         slot = self._slots.begin(adapter)
-        if slot is not None:
-            self._begun(self._waiting[adapter][0][0].request_id)
-        if slot is not None and self._loader.load(adapter, slot):
+        if slot is None:
+            return False
+        self._begun(next(seq for samples in self._waiting[adapter].requests for seq in _preparing(samples)).request_id)
+        if self._loader.load(adapter, slot):
             self._end_loading(adapter)
-        return slot is not None
+        return True
 
     def _end_loading(self, adapter: LoRARequest) -> None:
         assert self._loader is not None
         problem = self._loader.problem(adapter)
-        requests = [alive for samples in self._waiting.pop(adapter, ()) if (alive := _preparing(samples))]
         if problem is not None:
             self._slots.failed(adapter)
-            self._failed += [(samples, problem) for samples in requests]
+            self._failed += [(samples, problem) for samples in self._taken_out(adapter)]
             return
         self._slots.loaded(adapter)
-        if requests:
-            self._give(adapter, requests)
-            self._ready += requests
+        self._ready += self._served(adapter)
 
 
 def _preparing(samples: _Samples) -> _Samples:

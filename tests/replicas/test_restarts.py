@@ -228,3 +228,6 @@ def test_starts_that_fail_are_not_followed_for_ever_however_long_they_take() -> 
     policy.started()
     assert [policy.did_not_start(700.0 * number) for number in range(6, 9)] == [0.0, 0.0, None]
     assert policy.died(5_600.5, has_served=True) == 0.0
+    policy = Restarts(2)
+    assert policy.died(0.0, has_served=True) == 0.0
+    assert [policy.did_not_start(now) for now in (1.0, 2.0, 700.0, 1_400.0)] == [0.0, None, 0.0, 0.0]

@@ -1,0 +1,45 @@
+"""Requests that wait for their adapter: counted, in order, and no longer than somebody needs its slot."""
+
+from __future__ import annotations
+
+from scheduler_loop import Loop
+from toy_adapters import BROKEN
+
+
+def waiting(loop: Loop) -> int:
+    return len(loop.scheduler._adapted)
+
+
+def test_who_leaves_while_he_waits_holds_up_nobody() -> None:
+    loop = Loop(rows=8, adapters=(1, 2))
+    loop.add("runs", [1, 2], 40, adapter_number=1)
+    for _ in range(6):
+        loop.turn()
+    loop.add("waits", [1, 2], 4, adapter_number=2, followers=["waits.1"])
+    loop.add("behind", [1, 2], 4, adapter_number=1)
+    assert waiting(loop) == 3
+    for _ in range(6):
+        loop.turn()
+    assert not loop.tokens["behind"], "the slot is to become free"
+    loop.abort(["waits"])
+    assert waiting(loop) == 2
+    loop.abort(["waits.1"])
+    assert waiting(loop) == 0
+    while not loop.tokens["behind"]:
+        loop.turn()
+    assert not loop.ends["runs"]
+    loop.run()
+    loop.assert_nothing_leaked()
+
+
+def test_those_whose_adapter_is_broken_end_and_are_not_counted_any_more() -> None:
+    loop = Loop(adapters=(1, 3))
+    for name in ("a", "b", "c"):
+        loop.add(name, [1, 2], 4, adapter_number=BROKEN)
+    loop.add("d", [1, 2], 4, adapter_number=1)
+    loop.abort(["b"])
+    assert waiting(loop) == 3
+    loop.run()
+    assert [loop.reason(name) for name in "abcd"] == ["error", "abort", "error", "length"]
+    assert waiting(loop) == 0
+    loop.assert_nothing_leaked()
