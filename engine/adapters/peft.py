@@ -108,7 +108,9 @@ class AdapterFiles:
         except OSError as error:
             raise ConfigError(f"lora_path cannot be read: {error}") from error
         if not exist[0]:
-            raise ConfigError(f"{path}: no {CONFIG}: not an adapter as PEFT saves it")
+            raise ConfigError(
+                f"{path}: no {CONFIG}: not a directory of an adapter as PEFT saves it (none is downloaded)"
+            )
         config = read_json_object(self._config, _CONFIG_BYTES)
         self._check(config)
         self._alpha = self._number(config, "lora_alpha")

@@ -31,15 +31,21 @@ class _Line(msgspec.Struct, eq=False):
 
 class Adapted:
     """A sequence holds its adapter in its slot from before it waits for a row until it has ended and no step in flight
-    has it: what is computed for a row always reads the adapter that it began with."""
+    has it: what is computed for a row always reads the adapter that it began with.
 
-    def __init__(self, steps: StepsInFlight, loader: AdapterLoader | None, begun: Callable[[str], None]) -> None:
+    While others wait for slots, of those that wait for a row as many keep their adapter's as there are rows."""
+
+    def __init__(
+        self, steps: StepsInFlight, loader: AdapterLoader | None, rows: int, begun: Callable[[str], None]
+    ) -> None:
         """`begun`: is told for whom an adapter is loaded."""
-        self._steps, self._loader, self._begun = steps, loader, begun
+        self._steps, self._loader, self._rows, self._begun = steps, loader, rows, begun
         self._slots = Slots(0 if loader is None else loader.num_slots)
         self._waiting: OrderedDict[LoRARequest, _Line] = OrderedDict()
         """the adapter that was asked for first, first; somebody waits for each, or it loads"""
         self._num_waiting = 0
+        self._queued: dict[LoRARequest, dict[int, _Samples]] = {}
+        """requests that have a slot, and of which nothing was computed yet, in order; by their samples' list"""
         self._leaving: deque[tuple[int, LoRARequest]] = deque()
         """sequences that have ended, with the step before which all must be complete"""
         self._ready: list[_Samples] = []
@@ -71,13 +77,46 @@ class Adapted:
         ):
             return True
         for seq in samples:
-            seq.status, seq.slot = Status.PREPARING, _WAITS
+            seq.status = Status.PREPARING
+        self._wait(adapter, samples)
+        self._go_on()
+        return False
+
+    def _wait(self, adapter: LoRARequest, samples: _Samples) -> None:
+        for seq in samples:
+            seq.slot = _WAITS
         line = self._waiting.setdefault(adapter, _Line())
         line.requests.append(samples)
         line.alive += len(samples)
         self._num_waiting += len(samples)
-        self._go_on()
-        return False
+
+    def began(self, seq: Sequence) -> None:
+        """A step takes it up for the first time."""
+        if seq.adapter is not None:
+            self._not_queued(seq)
+
+    def _not_queued(self, seq: Sequence) -> None:
+        assert seq.adapter is not None
+        queued = self._queued.get(seq.adapter, {})
+        if queued.pop(id(seq.siblings), None) is not None and not queued:
+            del self._queued[seq.adapter]
+
+    def take_those_that_give_way(self) -> list[_Samples]:
+        """Requests that have begun nothing and go back to those that wait: of adapters that take no new ones, because
+        others wait for slots, all beyond as many sequences as there are rows."""
+        closed = max(len(self._waiting) - len(self._slots.loading), 0)
+        found = []
+        for adapter in list(self._slots.resident)[:closed] if self._queued else ():
+            kept = 0
+            for samples in list(self._queued.get(adapter, {}).values()):
+                kept += len(samples)
+                if kept > max(self._rows, len(samples)):
+                    self._not_queued(samples[0])
+                    for _ in samples:
+                        self._slots.leave(adapter)
+                    self._wait(adapter, samples)
+                    found.append(samples)
+        return found
 
     def leave(self, seq: Sequence) -> None:
         """It has ended."""
@@ -91,6 +130,8 @@ class Adapted:
                 del self._waiting[seq.adapter]
         else:
             self._leaving.append((self._steps.next_id, seq.adapter))
+            if all(each.status is Status.FINISHED for each in seq.siblings):
+                self._not_queued(seq)
         seq.slot = -1
         self.go_on()
 
@@ -127,11 +168,18 @@ class Adapted:
                 return
 
     def _served(self, adapter: LoRARequest) -> list[_Samples]:
-        """Those that wait for it, which is there, have its slot."""
-        requests = self._taken_out(adapter)
-        if requests:
-            self._give(adapter, requests)
-        return requests
+        """Those that wait for it, which is there, have its slot; where others wait, too, as many as there are rows."""
+        requests, most = self._taken_out(adapter), len(self._waiting) and self._rows
+        taken, count = list[_Samples](), 0
+        for samples in requests:
+            count += len(samples)
+            if most and count > max(most, len(samples)):
+                self._wait(adapter, samples)
+            else:
+                taken.append(samples)
+        if taken:
+            self._give(adapter, taken)
+        return taken
 
     def _taken_out(self, adapter: LoRARequest) -> list[_Samples]:
         """They wait no more, those that have not ended."""
@@ -151,6 +199,8 @@ class Adapted:
             return False
         for seq in sequences:
             seq.slot = slot
+        queued = self._queued.setdefault(adapter, {})
+        queued |= {id(samples[0].siblings): samples[0].siblings for samples in requests}
         return True
 
     def _load(self, adapter: LoRARequest) -> bool:

@@ -285,6 +285,7 @@ class Admission:
             seq.cached_tokens = hit.num_tokens
             self.prompt_tokens += seq.prompt_len
             self._expected.started(seq)
+            self._held.began(seq)
             if self._held.fair is not None:
                 self._held.fair.started(seq, len(seq.tokens) - hit.num_tokens)
         self._rows.enter(seq, hit.num_tokens)

@@ -78,6 +78,20 @@ class Holdings:
         self.following += line_up(leader, others)
         self.waiting.push(leader)
 
+    def unqueue(self, samples: list[Sequence]) -> None:
+        """A request that waits, and of which nothing was computed, waits for something else."""
+        for seq in samples:
+            if seq.status is Status.WAITING:
+                seq.status = Status.PREPARING
+                self.waiting.discard(seq)
+            elif seq.leader is not None:
+                self.following -= 1
+            seq.status, seq.leader, seq.followers = Status.PREPARING, None, []
+
+    def began(self, seq: Sequence) -> None:
+        """A step takes it up for the first time."""
+        self._adapted.began(seq)
+
     def preempt_latest(self, growths: Mapping[Sequence, tuple[int, Growth]]) -> list[Sequence]:
         """The sequence that came last, of the tenant that runs most for its weight. `growths`: what was appended for
         the step that is being planned."""

@@ -72,7 +72,7 @@ class Scheduler:
         rows = RunningRows(config.max_num_seqs, exact, config.stages, config.row_tokens, bool(kv.states.groups))
         self._leases = Leases(kv, connector)
         self._steps = StepsInFlight()
-        self._adapted = Adapted(self._steps, adapters, begun)
+        self._adapted = Adapted(self._steps, adapters, config.max_num_seqs, begun)
         preemption = PreemptionCosts(config.preemption, swap_block_s, self._costs)
         fair = FairQueue(config.max_num_batched_tokens) if config.policy == "fair" else None
         self._held = Holdings(kv, rows, preemption, self._leases, self._adapted, fair)
@@ -173,6 +173,10 @@ class Scheduler:
             self._adapted.go_on()
         while (late := self._admission.late()) is not None:
             self._late += self._end_with_error(late[0], str(late[1]), late[1].kind, late[1].retry_after_s)
+        if gave_way := self._adapted.take_those_that_give_way():
+            for samples in gave_way:
+                self._held.unqueue(samples)
+            self._adapted.go_on()
         for samples in self._adapted.take_ready():
             self._constrained.place(samples)
         while True:

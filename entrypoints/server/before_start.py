@@ -62,7 +62,7 @@ def _check_adapters(options: argparse.Namespace) -> None:
         raise ConfigError(f"--lora-modules names {twice[0]!r} twice")
     for module in options.lora_modules:
         if not Path(module.path, "adapter_config.json").is_file():
-            raise ConfigError(f"--lora-modules: {module.path}: no adapter_config.json: not an adapter as PEFT saves it")
+            raise ConfigError(f"--lora-modules: {module.path}: no adapter_config.json (adapters are not downloaded)")
 
 
 def check_speech(options: argparse.Namespace) -> None:

@@ -43,3 +43,21 @@ def test_those_whose_adapter_is_broken_end_and_are_not_counted_any_more() -> Non
     assert [loop.reason(name) for name in "abcd"] == ["error", "abort", "error", "length"]
     assert waiting(loop) == 0
     loop.assert_nothing_leaked()
+
+
+def test_nobody_waits_for_the_backlog_of_another_adapter() -> None:
+    """Two rows and one slot: of forty that came before, those that run and two more end first; then they take turns."""
+    loop = Loop(rows=2, adapters=(1, 1))
+    for index in range(20):
+        loop.add(f"a{index}", [1, 2, index], 4, adapter_number=1, followers=[f"a{index}.1"])
+    for _ in range(4):
+        loop.turn()
+    for index in range(6):
+        loop.add(f"b{index}", [1, 2, index], 4, adapter_number=2)
+    loop.add("base", [1, 2], 4)
+    loop.run()
+    ends = [name[0] for name in loop.ends if name != "base"]
+    assert len(ends) == 46 and ends.index("b") <= 6
+    turns = [letter for letter, before in zip(ends, ["", *ends], strict=False) if letter != before]
+    assert turns[:6] == list("ababab") and waiting(loop) == 0
+    loop.assert_nothing_leaked()
