@@ -65,20 +65,20 @@ def mtp_weight_bytes(layer: DecoderSpec, dtype_bytes: int, quantization: Quantiz
 
 def gguf_weight_bytes(tensors: Mapping[str, TensorExtent], spec: DecoderSpec, place: Place = "cpu") -> int:
     """Of a GGUF file that runs from its blocks."""
-    vector_bytes = 4 if spec.norm == "rms_wide" else 2
     loaded = [extent for name, extent in tensors.items() if not name.startswith("rope_")]  # those are read as numbers
     dense = [2 * prod(extent.shape) for extent in loaded if extent.name.endswith(_IN_16_BITS)]
     others = (extent for extent in loaded if not extent.name.endswith(_IN_16_BITS))
-    return sum(dense) + sum(_extent_bytes(extent, vector_bytes, place) for extent in others)
+    return sum(dense) + sum(_extent_bytes(extent, spec, place) for extent in others)
 
 
 def stored_weight_bytes(directory: str, stored: StoredFormat, spec: DecoderSpec, place: Place = "cpu") -> int:
     """Of a quantised Hugging Face checkpoint whose matrices run packed where they can. Raises WeightsError."""
-    vector_bytes = 4 if spec.norm == "rms_wide" else 2
     with CheckpointHeaders(directory) as files:
         matrices, used = stored_matrices(files.headers, stored, files.integers)
-        plain = [header.shape for name, header in files.headers.items() if name not in used]
-    total = sum(_stored_bytes(shape, Format.BFLOAT16, vector_bytes, place) for shape in plain)
+        plain = [
+            (header.shape, _vector_bytes(name, spec)) for name, header in files.headers.items() if name not in used
+        ]
+    total = sum(_stored_bytes(shape, Format.BFLOAT16, size, place) for shape, size in plain)
     dense = [2 * prod(matrix.shape) for matrix in matrices if matrix.name.endswith(_KV_B)]
     others = (matrix for matrix in matrices if not matrix.name.endswith(_KV_B))
     return total + sum(dense) + sum(_stored_bytes(_shape_of(matrix), _format_of(matrix), 2, place) for matrix in others)
@@ -106,8 +106,14 @@ def _format_of(matrix: StoredMatrix) -> Format:
     return Format.INT4_GROUP if matrix.has_zeros else Format.Q4_0
 
 
-def _extent_bytes(extent: TensorExtent, vector_bytes: int, place: Place) -> int:
-    return _stored_bytes(extent.shape, FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16), vector_bytes, place)
+def _vector_bytes(name: str, spec: DecoderSpec) -> int:
+    """Of each number of a vector."""
+    return 4 if spec.norm == "rms_wide" and "norm" in name else 2
+
+
+def _extent_bytes(extent: TensorExtent, spec: DecoderSpec, place: Place) -> int:
+    format = FORMAT_OF_GGUF.get(extent.encoding, Format.BFLOAT16)
+    return _stored_bytes(extent.shape, format, _vector_bytes(extent.name, spec), place)
 
 
 def _stored_bytes(shape: tuple[int, ...], format: Format, vector_bytes: int, place: Place) -> int:

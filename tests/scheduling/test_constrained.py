@@ -46,7 +46,7 @@ def test_who_waits_for_a_row_has_begun_nothing_though_its_grammar_is_there() -> 
         loop.turn()
     assert loop.begun == ["row", "a", "d"]
     loop.run()
-    assert sorted(loop.begun) == sorted([*"aabcddeff", "row"]), "and whoever starts; an adapter without a slot waits"
+    assert sorted(loop.begun) == sorted([*"aabcddeeff", "row"]), "and whoever starts; e when its adapter comes back"
 
 
 def test_each_in_its_place_once_their_grammars_are_there() -> None:
