@@ -173,12 +173,12 @@ class Scheduler:
             self._adapted.go_on()
         while (late := self._admission.late()) is not None:
             self._late += self._end_with_error(late[0], str(late[1]), late[1].kind, late[1].retry_after_s)
+        self._place_ready()
         if gave_way := self._adapted.take_those_that_give_way():
             for samples in gave_way:
                 self._held.unqueue(samples)
             self._adapted.go_on()
-        for samples in self._adapted.take_ready():
-            self._constrained.place(samples)
+            self._place_ready()
         while True:
             draft, preempted = self._draft()
             step = draft.planned()
@@ -194,6 +194,10 @@ class Scheduler:
         self._steps.push(self._num_steps, step)
         self._num_steps += 1
         return plan
+
+    def _place_ready(self) -> None:
+        for samples in self._adapted.take_ready():
+            self._constrained.place(samples)
 
     def _draft(self) -> tuple[StepDraft, bool]:
         """A step, and whether anybody was preempted for it."""

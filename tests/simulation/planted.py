@@ -34,7 +34,7 @@ PLANTED = [
     Bug("engine.scheduling.outcomes", ">= seq.max_total else None", "> seq.max_total else None"),
     Bug("engine.scheduling.holdings", "self.rows.drop_drafts(seq)", "self.rows.settle_blocks(seq)"),
     Bug("engine.scheduling.holdings", "        self.waiting.pop()\n        leader", "        leader"),
-    Bug("engine.scheduling.holdings", "            self.waiting.discard(seq)", "            pass"),
+    Bug("engine.scheduling.holdings", "WAITING:\n            self.waiting.discard(seq)", "WAITING:\n            pass"),
     Bug("engine.scheduling.holdings", "        self._adapted.leave(seq)\n", ""),
     Bug("engine.scheduling.holdings", "            self.rows.give_back(seq.group)", "            pass"),
     Bug("engine.scheduling.holdings", "self.fair.leave(seq)", "pass"),
