@@ -80,6 +80,14 @@ class Admission:
 
     def admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
+        self._start_all(draft)
+        first = self._waiting.first()
+        if first is None:
+            self._expected.all_fit()
+        elif len(self._rows.free) < _rows_of(first) or self._is_blocked(first, self._held.room):
+            self._expected.no_more_fit()
+
+    def _start_all(self, draft: StepDraft) -> None:
         while draft.budget > 0 and (seq := self.next()) is not None:
             if not self._crowds.allowed(seq, 1) and not seq.blocks.on_host:
                 return

@@ -19,7 +19,6 @@ from engine.scheduling.holdings import Holdings
 from engine.scheduling.margin import Margin
 from engine.scheduling.return_times import ReturnTimes
 from engine.scheduling.sequence import Sequence
-from engine.step import Rows
 from engine.step_costs import StepCosts
 
 _LAST, _AT_ONCE_S = 16, 1e-6
@@ -51,8 +50,8 @@ class Expected:
         """of a token of an answer: fewer than one where drafts are right, more where stages take turns"""
         self._prompts, self._computed = RunningMean(), RunningMean()
         """tokens of a prompt that no cache had, and which part of it they are"""
-        self._together = RunningMean(memory=0.995)
-        """that run while others wait for them to end"""
+        self._together, self._full = RunningMean(memory=0.995), False
+        """that run while others wait for them to end; there are such"""
         self.steps = 0
         """since the start"""
         self._margin = Margin(self.clock())
@@ -64,11 +63,19 @@ class Expected:
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def stepped(self, rows: Rows) -> None:
-        """A step has ended. If it computed no prompt, who waits does so for a row, or blocks."""
+    def stepped(self) -> None:
+        """A step has ended."""
         self.steps += 1
-        if len(self._waiting) and self._running and bool((rows.query_lens == rows.samples).all()):
+
+    def no_more_fit(self) -> None:
+        """Who waits does so for a row, or for blocks: not for its turn to compute a prompt, nor for the next step."""
+        self._full = bool(self._running)
+        if self._full:
             self._together.add(len(self._running))
+
+    def all_fit(self) -> None:
+        """Nobody waits."""
+        self._full = False
 
     def started(self, seq: Sequence) -> None:
         """For the first time."""
@@ -198,9 +205,9 @@ class Expected:
         return self._steps_a_token * self.answers.left([seq.tenant for seq in running], most, had)
 
     def _rows_that_fit(self) -> int:
-        """At a time: as many as run while others wait."""
-        together = round(self._together.mean)
-        return min(self._rows, together) if together and len(self._waiting) else self._rows
+        """At a time: as many as run while others wait for them to end, and no fewer than run now."""
+        full = self._full and len(self._waiting)
+        return min(self._rows, max(round(self._together.mean), len(self._running))) if full else self._rows
 
     @property
     def _prices(self) -> Prices:

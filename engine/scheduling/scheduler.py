@@ -297,7 +297,7 @@ class Scheduler:
         step = self._steps.pop(result)
         self._fetches.go_on()
         self._adapted.go_on()
-        self._expected.stepped(step.rows)
+        self._expected.stepped()
         if seconds:
             self._costs.observe(step.rows, sum(result.drafted), seconds)
         if self._held.fair is not None:

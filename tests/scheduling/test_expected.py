@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 
 import pytest
 from msgspec.structs import replace as changed
@@ -13,6 +14,7 @@ from priced_server import request_of as _request
 from engine.errors import QueueFullError
 from engine.request import Tenant
 from engine.scheduling.sequence import Sequence
+from engine.step import StepResult
 
 
 def test_it_is_told_how_long_its_steps_take_beside_those_that_run() -> None:
@@ -166,13 +168,48 @@ def test_as_many_fit_as_run_while_others_wait() -> None:
     for index in range(3):
         server.add(_request(f"r{index}", 100, prompt=160))
     assert server.expected._rows_that_fit() == 8
-    server.turns(5)
-    assert server.expected._rows_that_fit() == 8, "they wait until prompts are computed"
+    server.turns(1)
+    assert server.expected._rows_that_fit() == 8, "it waits for its turn"
     server.turns(15)
     assert len(server.scheduler._held.waiting) == 1
     assert server.expected._rows_that_fit() == 2
     server.loop.receive(server.scheduler.abort(["r2"]))
     assert server.expected._rows_that_fit() == 8
+
+
+def test_who_waits_for_the_next_step_alone_says_nothing_of_how_many_fit() -> None:
+    """Steps that compute no prompt end while others come."""
+    server = Server()
+    for index in range(3):
+        server.add(_request(f"r{index}", 60))
+    server.turns(5)
+    collect, came = server.loop.executor.collect, count()
+
+    def comes_meanwhile() -> StepResult:
+        server.add(_request(f"comes {next(came)}", 1))
+        assert len(server.scheduler._held.waiting) == 1
+        return collect()
+
+    server.loop.executor.collect = comes_meanwhile  # type: ignore[method-assign]
+    server.turns(40)
+    assert next(came) == 40
+    assert server.expected._rows_that_fit() == 8 and not server.expected._together.mean
+
+
+def test_where_once_few_fitted_those_count_that_run_now() -> None:
+    server = Server(num_blocks=100)
+    for index in range(3):
+        server.add(_request(f"r{index}", 100, prompt=160))
+    server.turns(20)
+    assert server.expected._rows_that_fit() == 2
+    server.loop.receive(server.scheduler.abort([f"r{index}" for index in range(3)]))
+    for index in range(12):
+        server.add(_request(f"short {index}", 200, prompt=20))
+    assert server.expected._rows_that_fit() == 2, "nothing else is known yet"
+    server.turns(12)
+    assert len(server.scheduler._held.waiting) == 4
+    assert server.expected._rows_that_fit() == len(server.scheduler._running) == 8
+    assert server.expected._forecast(_request("x", 1)).waiting == 4
 
 
 def test_if_few_come_their_prompts_are_not_what_steps_are_made_of() -> None:
