@@ -58,7 +58,7 @@ class Admission:
         parts = [(urgent, tokens, crowds.has(seq)) for seq, (urgent, tokens) in zip(prefilling, needs, strict=True)]
         members = [index for index, (_, _, is_member) in enumerate(parts) if is_member]
         if first is not None:
-            waits = crowds.has(first) or self._is_blocked(first, self._held.room)
+            waits = crowds.has(first) or self._is_blocked(first)
             need = 0 if waits else self._need(first, draft.budget) or 0
             parts.append((urgency(first), need, crowds.has(first)))
         urgent = min((each[0] for each in parts if each[2]), default=None)
@@ -76,7 +76,7 @@ class Admission:
     def who_starts(self) -> Sequence | None:
         """The first that waits, unless it is known that it does not fit."""
         first = self.next()
-        return None if first is None or self._is_blocked(first, self._held.room) else first
+        return None if first is None or self._is_blocked(first) else first
 
     def admit(self, draft: StepDraft) -> None:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
@@ -84,7 +84,7 @@ class Admission:
         first = self._waiting.first()
         if first is None:
             self._expected.all_fit()
-        elif len(self._rows.free) < _rows_of(first) or self._is_blocked(first, self._held.room):
+        elif len(self._rows.free) < _rows_of(first) or self._is_blocked(first):
             self._expected.no_more_fit()
 
     def _start_all(self, draft: StepDraft) -> None:
@@ -111,7 +111,7 @@ class Admission:
         """Who finds more in the prefix cache than the first that waits, if that is new and others are, too, and those
         whom it would pass; else the first."""
         looks = len(self._waiting) > 1 and self._kv.pool.enable_prefix_caching
-        if not looks or not _is_new(first) or self._is_blocked(first, self._held.room):
+        if not looks or not _is_new(first) or self._is_blocked(first):
             return first, []
         ahead, best, most = self._waiting.ahead(LOOKED_AT), 0, 0
         for index, seq in enumerate(ahead):
@@ -169,7 +169,7 @@ class Admission:
         if len(self._rows.free) < _rows_of(seq):
             return True
         if seq.blocks.on_host:
-            return self._is_blocked(seq, self._held.room)
+            return self._is_blocked(seq)
         with self._held.failures.isolate(seq):
             return self._find_room(seq, self._config.max_num_batched_tokens, self._held.growth) is None
         return False  # nobody is preempted for one that fails
@@ -187,7 +187,7 @@ class Admission:
         """What is left of a step, but for what those that start in it will take: nearly all that they need if they
         are more urgent, of its other half if they are as urgent, and no less than is shared (`smallest`)."""
         first = self.next()
-        if first is None or urgency(first) > urgency(seq) or self._is_blocked(first, self._held.room):
+        if first is None or urgency(first) > urgency(seq) or self._is_blocked(first):
             return budget
         need = self._need(first, budget)
         if need is None:
@@ -211,9 +211,11 @@ class Admission:
             return None
         return seq if num_free >= _rows_of(seq) else None
 
-    def _is_blocked(self, seq: Sequence, room: int) -> bool:
+    def _is_blocked(self, seq: Sequence, room: int | None = None) -> bool:
         """It did not fit, and there is not more room than then. Looking up a long prompt costs its length."""
-        return bool(self._running and self._blocked and self._blocked[0] is seq and room <= self._blocked[1])
+        if not self._running or self._blocked is None or self._blocked[0] is not seq:
+            return False
+        return (self._held.room if room is None else room) <= self._blocked[1]
 
     def _start_if_room(self, draft: StepDraft, seq: Sequence) -> bool:
         hit = self._find_room(seq, draft.budget)
@@ -256,7 +258,7 @@ class Admission:
         members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
         while (need := self._to_go_on(members)) > room or len(members) > len(self._rows.free):
             if self._running:
-                self._blocked = (seq, room)
+                self._blocked = (seq, room) if need > room else None
                 return False
             if seq.group is not None or len(members) == 1:
                 for member in members:

@@ -50,8 +50,8 @@ class Expected:
         """of a token of an answer: fewer than one where drafts are right, more where stages take turns"""
         self._prompts, self._computed = RunningMean(), RunningMean()
         """tokens of a prompt that no cache had, and which part of it they are"""
-        self._together, self._full = RunningMean(memory=0.995), False
-        """that run while others wait for them to end; there are such"""
+        self._fitted, self._full = RunningMean(memory=0.995), 0
+        """rows in use while others wait for them; now, and 0 while nobody does"""
         self.steps = 0
         """since the start"""
         self._margin = Margin(self.clock())
@@ -66,16 +66,16 @@ class Expected:
     def stepped(self) -> None:
         """A step has ended."""
         self.steps += 1
+        if self._full:
+            self._fitted.add(self._full)
 
     def no_more_fit(self) -> None:
         """Who waits does so for a row, or for blocks: not for its turn to compute a prompt, nor for the next step."""
-        self._full = bool(self._running)
-        if self._full:
-            self._together.add(len(self._running))
+        self._full = self._rows - len(self._held.rows.free)
 
     def all_fit(self) -> None:
         """Nobody waits."""
-        self._full = False
+        self._full = 0
 
     def started(self, seq: Sequence) -> None:
         """For the first time."""
@@ -205,9 +205,10 @@ class Expected:
         return self._steps_a_token * self.answers.left([seq.tenant for seq in running], most, had)
 
     def _rows_that_fit(self) -> int:
-        """At a time: as many as run while others wait for them to end, and no fewer than run now."""
-        full = self._full and len(self._waiting)
-        return min(self._rows, max(round(self._together.mean), len(self._running))) if full else self._rows
+        """At a time, and no fewer than run now: as many as there are if others wait for them to end; if they wait for
+        their turn, as many as there have been when others did."""
+        fit = self._running and len(self._waiting) and (self._full or round(self._fitted.mean))
+        return min(self._rows, max(fit, len(self._running))) if fit else self._rows
 
     @property
     def _prices(self) -> Prices:

@@ -193,23 +193,42 @@ def test_who_waits_for_the_next_step_alone_says_nothing_of_how_many_fit() -> Non
     server.loop.executor.collect = comes_meanwhile  # type: ignore[method-assign]
     server.turns(40)
     assert next(came) == 40
-    assert server.expected._rows_that_fit() == 8 and not server.expected._together.mean
+    assert server.expected._rows_that_fit() == 8 and not server.expected._fitted.mean
 
 
 def test_where_once_few_fitted_those_count_that_run_now() -> None:
     server = Server(num_blocks=100)
-    for index in range(3):
-        server.add(_request(f"r{index}", 100, prompt=160))
-    server.turns(20)
-    assert server.expected._rows_that_fit() == 2
-    server.loop.receive(server.scheduler.abort([f"r{index}" for index in range(3)]))
+    _fill_with_long_ones(server)
+    server.loop.receive(server.scheduler.abort([f"long {index}" for index in range(3)]))
     for index in range(12):
         server.add(_request(f"short {index}", 200, prompt=20))
-    assert server.expected._rows_that_fit() == 2, "nothing else is known yet"
-    server.turns(12)
+    assert server.expected._rows_that_fit() == 8, "nothing runs"
+    server.turns(1)
+    assert server.expected._rows_that_fit() == max(2, len(server.scheduler._running)) < 8
+    server.turns(11)
     assert len(server.scheduler._held.waiting) == 4
     assert server.expected._rows_that_fit() == len(server.scheduler._running) == 8
     assert server.expected._forecast(_request("x", 1)).waiting == 4
+
+
+def test_where_once_many_fitted_those_count_that_are_in_the_way_now() -> None:
+    server = Server(num_blocks=100)
+    for index in range(12):
+        server.add(_request(f"short {index}", 200))
+    server.turns(40)
+    assert server.expected._rows_that_fit() == round(server.expected._fitted.mean) == 8
+    server.loop.receive(server.scheduler.abort([f"short {index}" for index in range(12)]))
+    _fill_with_long_ones(server)
+    assert round(server.expected._fitted.mean) > 2
+
+
+def _fill_with_long_ones(server: Server) -> None:
+    """Two of three fit."""
+    for index in range(3):
+        server.add(_request(f"long {index}", 100, prompt=160))
+    server.turns(20)
+    assert len(server.scheduler._held.waiting) == 1
+    assert server.expected._rows_that_fit() == 2
 
 
 def test_if_few_come_their_prompts_are_not_what_steps_are_made_of() -> None:
