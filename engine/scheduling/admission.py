@@ -82,10 +82,10 @@ class Admission:
         """Start waiting sequences, in order, until the budget, the rows or the pool does not allow the next one."""
         self._start_all(draft)
         first = self._waiting.first()
-        if first is None:
-            self._expected.all_fit()
-        elif len(self._rows.free) < _rows_of(first) or self._is_blocked(first):
+        if first is not None and (len(self._rows.free) < self._rows_to_go_on(first) or self._is_blocked(first)):
             self._expected.no_more_fit()
+        else:
+            self._expected.more_fit()
 
     def _start_all(self, draft: StepDraft) -> None:
         while draft.budget > 0 and (seq := self.next()) is not None:
@@ -166,7 +166,7 @@ class Admission:
         """It would start, but for those that run."""
         if seq.in_flight or any(follower.in_flight for follower in seq.followers):
             return False
-        if len(self._rows.free) < _rows_of(seq):
+        if len(self._rows.free) < self._rows_to_go_on(seq):
             return True
         if seq.blocks.on_host:
             return self._is_blocked(seq)
@@ -209,7 +209,12 @@ class Admission:
         # A preempted sequence whose token is in flight does not know all of its tokens yet.
         if seq is None or not num_free or seq.in_flight or any(follower.in_flight for follower in seq.followers):
             return None
-        return seq if num_free >= _rows_of(seq) else None
+        return seq if num_free >= self._rows_to_go_on(seq) else None
+
+    def _rows_to_go_on(self, seq: Sequence) -> int:
+        """Those of its followers that left the device with it come back with it, unless nothing else runs."""
+        swapped = sum(follower.blocks.on_host for follower in seq.followers) if seq.blocks.on_host else 0
+        return _rows_of(seq) + (swapped if self._running else 0)
 
     def _is_blocked(self, seq: Sequence, room: int | None = None) -> bool:
         """It did not fit, and there is not more room than then. Looking up a long prompt costs its length."""
@@ -258,7 +263,7 @@ class Admission:
         members = [seq, *(follower for follower in seq.followers if follower.blocks.on_host)]
         while (need := self._to_go_on(members)) > room or len(members) > len(self._rows.free):
             if self._running:
-                self._blocked = (seq, room) if need > room else None
+                self._blocked = (seq, room)
                 return False
             if seq.group is not None or len(members) == 1:
                 for member in members:

@@ -73,8 +73,8 @@ class Expected:
         """Who waits does so for a row, or for blocks: not for its turn to compute a prompt, nor for the next step."""
         self._full = self._rows - len(self._held.rows.free)
 
-    def all_fit(self) -> None:
-        """Nobody waits."""
+    def more_fit(self) -> None:
+        """Nobody waits, or for nothing else than that."""
         self._full = 0
 
     def started(self, seq: Sequence) -> None:

@@ -7,6 +7,7 @@ from scheduler_loop import Loop
 from toy_model import generate, search
 
 from engine.core.wire import BeamParams
+from engine.request import Tenant
 from engine.scheduling import admission
 from engine.scheduling.preemption import PreemptionCosts
 from engine.step import Rows, ScheduledRow
@@ -65,6 +66,27 @@ def test_what_seems_never_to_fit_is_computed_again(monkeypatch: pytest.MonkeyPat
     assert loop.scheduler.stats().blocks_swapped_in == 0
     alone = search([1] * 6, 18, set(), beams)[0].token_ids if beams else generate([1] * 6, 18, set())[0]
     assert loop.tokens["late"] == alone
+    loop.assert_nothing_leaked()
+
+
+def test_samples_that_lack_rows_alone_come_back_as_any_that_does_not_fit() -> None:
+    """They come back together: who has more than its share gives way, and nothing is looked up while they wait."""
+    loop = Loop(
+        depth=0, num_blocks=200, rows=4, max_model_len=256, policy="fair", num_host_blocks=200, preemption="swap"
+    )
+    loop.add("a", [1] * 8, 60, followers=["b", "c"], alike=False, tenant=Tenant("few"))
+    loop.add("x", [2] * 8, 120, tenant=Tenant("many"))
+    for _ in range(12):
+        loop.turn()
+    held = loop.scheduler._held
+    held.preempt(loop.sequences["a"], {})
+    loop.add("y", [2] * 100, 120, tenant=Tenant("many"))
+    turns = 0
+    while not held.running or loop.sequences["a"] not in held.running:
+        assert loop.turn() and turns < 12
+        turns += 1
+    assert {seq.request_id for seq in held.running} >= {"a", "b", "c"}
+    loop.run()
     loop.assert_nothing_leaked()
 
 
