@@ -198,17 +198,17 @@ def pages_of(window: Window) -> int:
     return window.pages if isinstance(window, State) else 1
 
 
-def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len: int | None) -> int:
+def most_blocks(num_tokens: int, window: Window, block_size: int, max_query_len: int | None, forks: int = 0) -> int:
     """Pages of one group that a sequence holds at most, at any time until `num_tokens` tokens are computed.
 
     `max_query_len`: tokens that a step computes of a sequence at most; they need blocks together with what the first of
-    them sees.
+    them sees. `forks`: places at which others are forked from it, behind each of which a state is kept.
     """
     blocks = -(-num_tokens // block_size)
     if isinstance(window, State):
         # Before the last step, behind it and the next one, behind the prompt's last block, and on the way in two steps.
         on_the_way = 2 * min(-(-(max_query_len or num_tokens) // window.every), num_tokens // window.every)
-        return min(blocks, 4 + on_the_way) * window.pages
+        return min(blocks, 4 + forks + on_the_way) * window.pages
     if window is None or max_query_len is None:
         return blocks
     return min(blocks, -(-(int(_most_seen(window)) - 1 + max_query_len) // block_size) + 1)

@@ -78,9 +78,10 @@ class KVCache:
     def num_groups(self) -> int:
         return len(self.windows)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that one sequence holds at most, over all layer groups, until ``num_tokens`` tokens are computed."""
-        return sum(self._most(num_tokens, window) for window in self.windows)
+    def blocks_for(self, num_tokens: int, forks: int = 0) -> int:
+        """Blocks that one sequence holds at most, over all layer groups, until ``num_tokens`` tokens are computed, and
+        others are forked from it at as many places."""
+        return sum(self._most(num_tokens, window, forks) for window in self.windows)
 
     def blocks_kept(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` computed tokens hold, over all layer groups, once windows have moved on."""
@@ -88,19 +89,20 @@ class KVCache:
         held = zip(self._starts(num_tokens), self._sizes, strict=True)
         return sum((count - start) * size for start, size in held)
 
-    def blocks_beyond(self, start: int, num_tokens: int) -> int:
+    def blocks_beyond(self, start: int, num_tokens: int, forks: int = 0) -> int:
         """Of `blocks_for`, those that it takes beside the full blocks of its first ``start`` tokens, which it
         shares."""
         full = start // self.block_size
         new = -(-num_tokens // self.block_size) - full
         sizes = zip(self.windows, self._sizes, strict=True)
-        return sum(min(new * size, self._most(num_tokens, window)) for window, size in sizes)
+        return sum(min(new * size, self._most(num_tokens, window, forks)) for window, size in sizes)
 
-    def blocks_to_start(self, hit: PrefixHit, num_tokens: int) -> int:
-        """What a sequence takes from the pool to adopt ``hit`` and compute ``num_tokens`` tokens."""
+    def blocks_to_start(self, hit: PrefixHit, num_tokens: int, forks: int = 0) -> int:
+        """What a sequence takes from the pool to adopt ``hit`` and compute ``num_tokens`` tokens, if others are forked
+        from it at as many places."""
         new = -(-num_tokens // self.block_size) - hit.num_tokens // self.block_size
         return sum(
-            min((new + free) * size, self._most(num_tokens, window))
+            min((new + free) * size, self._most(num_tokens, window, forks))
             for window, size, free in zip(self.windows, self._sizes, hit.num_free, strict=True)
         )
 
@@ -110,12 +112,12 @@ class KVCache:
         held = [blocks.num_blocks - start for start in blocks.starts]
         for group, _ in self.states.groups:
             held[group] -= blocks.tables[group][blocks.starts[group] :].count(NO_BLOCK)
-        most = [self._most(num_tokens, window) for window in self.windows]
+        most = [self._most(num_tokens, window, blocks.forks) for window in self.windows]
         sizes = zip(most, held, self._sizes, strict=True)
         return sum(min(new * size, max(limit - have * size, 0)) for limit, have, size in sizes)
 
-    def _most(self, num_tokens: int, window: Window) -> int:
-        return most_blocks(num_tokens, window, self.block_size, self._max_query_len)
+    def _most(self, num_tokens: int, window: Window, forks: int) -> int:
+        return most_blocks(num_tokens, window, self.block_size, self._max_query_len, forks)
 
     def open(self, salt: str | None = None, adapter: str | None = None) -> SequenceBlocks:
         """An empty sequence. Blocks are shared only among sequences of equal ``salt`` and ``adapter``."""

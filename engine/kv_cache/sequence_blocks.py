@@ -60,6 +60,11 @@ class SequenceBlocks:
     def num_blocks(self) -> int:
         return len(self.tables[0])
 
+    @property
+    def forks(self) -> int:
+        """Those of `borders` that are not behind its prompt, or one more."""
+        return max(len(self.borders) - 1, 0)
+
 
 class Growth(msgspec.Struct, frozen=True, gc=False):
     """What an append changed: block-table entries from ``start`` on, one list per layer group."""

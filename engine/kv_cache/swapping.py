@@ -61,11 +61,11 @@ def blocks_to_swap_in(kv: KVCache, host: HostTier, group: Sequence[SequenceBlock
 def blocks_to_go_on(kv: KVCache, host: HostTier, group: Sequence[tuple[SequenceBlocks, int]]) -> int:
     """What sequences whose blocks are on the host take from the pool to be swapped in and computed to so many tokens
     each. Each needs its own for a block that is not full."""
-    need = blocks_to_swap_in(kv, host, [blocks for blocks, _ in group])
+    held = blocks_to_swap_in(kv, host, [blocks for blocks, _ in group])
     filling = {table[-1] for blocks, _ in group if blocks.num_tokens % kv.block_size for table in blocks.tables}
-    need += sum(kv.blocks_beyond(blocks.num_tokens, known) for blocks, known in group)
+    need = held + sum(kv.blocks_beyond(blocks.num_tokens, known, blocks.forks) for blocks, known in group)
     need -= sum(map(host.pool.size_of, filling))
-    return min(need, sum(kv.blocks_for(known) for _, known in group))
+    return max(held, min(need, sum(kv.blocks_for(known, blocks.forks) for blocks, known in group)))
 
 
 def lost_with(kv: KVCache, group: Sequence[SequenceBlocks]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from engine.scheduling.holdings import Holdings, Urgency, urgency
 from engine.scheduling.placement import Placement
 from engine.scheduling.prompt_shares import LEAST, prompt_shares
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.siblings import own_blocks, prefix_limit, start_of
+from engine.scheduling.siblings import forks_of, own_blocks, prefix_limit
 from engine.scheduling.step_draft import StepDraft
 
 LOOKED_AT, LOOKED_BLOCKS = 64, 256
@@ -239,19 +239,22 @@ class Admission:
         if self._is_blocked(seq, room) or (self._config.whole_prompts and len(seq.tokens) > budget):
             return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
-        need = self._kv.blocks_to_start(hit, len(seq.tokens))
-        rows = len(self._rows.free) - 1
-        need += sum(own_blocks(follower, seq, self._kv) for follower in seq.followers[:rows])
+        need = self._to_start(seq, hit)
         while need > room and seq.followers and not self._running:
-            follower = seq.followers.pop()
-            if len(seq.followers) < rows:
-                need -= own_blocks(follower, seq, self._kv)
-            self._held.unfollow(follower)
+            self._held.unfollow(seq.followers.pop())
+            need = self._to_start(seq, hit)
         if need > room:
             self._blocked = (seq, room)
             return None
         self._blocked = None
         return hit
+
+    def _to_start(self, seq: Sequence, hit: PrefixHit) -> int:
+        """Blocks, with its followers for whom there are rows."""
+        followers = seq.followers[: len(self._rows.free) - 1]
+        forks = forks_of(seq, self._kv.block_size) if self._kv.states.groups else ()
+        need = self._kv.blocks_to_start(hit, len(seq.tokens), len(forks))
+        return need + sum(own_blocks(follower, seq, self._kv) for follower in followers)
 
     def _swap_in(self, draft: StepDraft, seq: Sequence) -> bool:
         """A sequence whose blocks are on the host goes on, with those of its followers whose blocks are; False: not
@@ -292,8 +295,7 @@ class Admission:
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
         self._kv.adopt(seq.blocks, hit)
-        forks = (start_of(follower, seq, self._kv.block_size) for follower in seq.followers)
-        self._kv.states.wanted(seq.blocks, seq.prompt_len, forks)
+        self._kv.states.wanted(seq.blocks, seq.prompt_len, forks_of(seq, self._kv.block_size))
         self._held.let_go_of_landed(seq)
         self._waiting.take(seq)
         if seq.cached_tokens is None:

@@ -35,6 +35,11 @@ def is_twin(follower: Sequence, leader: Sequence) -> bool:
     return follower.common == len(follower.tokens) == len(leader.tokens)
 
 
+def forks_of(leader: Sequence, block_size: int) -> set[int]:
+    """Tokens behind which it is forked."""
+    return {start_of(follower, leader, block_size) for follower in leader.followers}
+
+
 def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:
     """Blocks that it needs beside its leader's until it samples, or for what a twin computes next."""
     start = start_of(follower, leader, kv.block_size)

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from engine.kv_cache.kv_cache import KVCache
 from engine.kv_cache.sequence_blocks import SequenceBlocks
-from engine.layer_groups import Chunk, Kept, LayerGroup, Window, group_layers, most_blocks, with_layers_behind
+from engine.layer_groups import (
+    Chunk,
+    Kept,
+    LayerGroup,
+    State,
+    Window,
+    group_layers,
+    most_blocks,
+    with_layers_behind,
+)
 
 LENGTH = 32768
 WINDOWS = st.none() | st.integers(1, 20) | st.builds(Chunk, st.integers(1, 20))
@@ -116,6 +125,28 @@ def test_no_sequence_holds_more_than_the_bound(
     while blocks.num_tokens < num_tokens:
         assert kv.append(blocks, min(blocks.num_tokens + chunks.pop(), num_tokens)) is not None
         assert kv.pool.num_used <= most_blocks(blocks.num_tokens, window, block_size, 7)
+
+
+@given(st.data(), st.integers(1, 60), st.integers(1, 3), st.sampled_from([1, 2, 4, 100]))
+def test_nor_does_one_with_states_however_many_are_forked_from_it(
+    data: st.DataObject, prompt_len: int, pages: int, blocks_apart: int
+) -> None:
+    """Their states are kept besides."""
+    size, total = 4, prompt_len + data.draw(st.integers(0, 20))
+    most = data.draw(st.sampled_from([1, 7, 100]))
+    kv = KVCache(400, size, True, [None, State(pages, blocks_apart * size)], most)
+    forks = data.draw(st.sets(st.integers(0, prompt_len // size).map(lambda block: block * size), max_size=4))
+    blocks, tokens = kv.open(), list(range(total))
+    need = kv.blocks_to_start(kv.match_prefix(blocks, tokens, prompt_len - 1), prompt_len, len(forks))
+    kv.states.wanted(blocks, prompt_len, forks)
+    while blocks.num_tokens < total:
+        chunk = data.draw(st.integers(1, most)) if blocks.num_tokens < prompt_len else 1
+        end = min(blocks.num_tokens + chunk, prompt_len if blocks.num_tokens < prompt_len else total)
+        assert kv.append(blocks, end) is not None
+        kv.register(blocks, tokens[:end])
+        held = kv.pool.num_used - len(blocks.tables[0])
+        assert held <= most_blocks(total, kv.windows[1], size, most, len(forks))
+        assert end > prompt_len or kv.pool.num_used <= need
 
 
 def test_gemma_3_270m_keeps_what_its_layers_see_and_hardly_more() -> None:

@@ -92,7 +92,7 @@ class ReservingKVCache(KVCache):
         num_free = -enough if self._buddy.fits(self._units(blocks)) else enough
         return PrefixHit(num_tokens=0, query_tokens=0, tables=[[]], starts=[0], num_free=[num_free])
 
-    def blocks_to_start(self, hit: PrefixHit, num_tokens: int) -> int:
+    def blocks_to_start(self, hit: PrefixHit, num_tokens: int, forks: int = 0) -> int:
         return hit.num_free[0]
 
     def adopt(self, blocks: SequenceBlocks, hit: PrefixHit) -> None:
