@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from entrypoints.options import FlexibleArgumentParser, add_engine_options, count, engine_args
-from entrypoints.serve import add_served_names, add_speech_options
+from entrypoints.serve import add_lora_modules, add_served_names, add_speech_options
 from entrypoints.start import INTERRUPTED, interrupts_raise
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar")
     run.add_argument("--strict-fields", action="store_true", help="refuse fields that nobody knows")
     add_served_names(run)
+    add_lora_modules(run)
     add_speech_options(run)
     run.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     add_engine_options(run)
@@ -92,11 +93,12 @@ async def _run(options: argparse.Namespace) -> int:
     from engine import AsyncEngine
     from engine.errors import ConfigError, EngineError
     from entrypoints.batch_lines import ResultFile
-    from entrypoints.server.before_start import check_speech
+    from entrypoints.server.before_start import check_adapters, check_speech
     from entrypoints.server.run import signals_abandon
 
     args = engine_args(options, options.model)
     check_speech(options)
+    check_adapters(options)
     if not options.input.is_file():
         raise ConfigError(f"--input {options.input}: there is no such file")
     if options.output.exists() and options.output.samefile(options.input):
@@ -120,14 +122,17 @@ async def _run(options: argparse.Namespace) -> int:
 
 async def answer_all(engine: AsyncEngine, output: ResultFile, options: argparse.Namespace) -> int:
     """Every line of `options.input` that `output` does not answer yet. The engine must be started. Returns the exit
-    status. Raises what ends the core, and OSError where the output cannot be written."""
+    status. Raises what ends the core, `InvalidRequestError` of an adapter, and OSError where the output cannot be
+    written."""
     import httpx
 
     from entrypoints.server.app import create_app
     from entrypoints.server.context import ServerSettings
 
     given = {name: value for name, value in vars(options).items() if name in ServerSettings.__struct_fields__}
-    app = create_app(engine, engine.served_name, settings=ServerSettings(**given))
+    settings = ServerSettings(**given)
+    app = create_app(engine, engine.served_name, settings=settings)
+    await app.state.adapters.load_all(settings.lora_modules)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -4,7 +4,7 @@ names of vLLM's routes."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
@@ -47,6 +47,11 @@ class Adapters:
 
     def listed(self) -> list[LoRAModule]:
         return [module for module, _ in self._modules.values()]
+
+    async def load_all(self, modules: Iterable[LoRAModule]) -> None:
+        """As `load`."""
+        for module in modules:
+            await self.load(module)
 
     async def load(self, module: LoRAModule, in_place: bool = False) -> None:
         """Requests may name it from now on. `in_place`: it may take the place of another one, with which requests that

@@ -27,7 +27,7 @@ def check_options(options: argparse.Namespace, memory: SharedMemory | None = Non
         raise ConfigError("--enable-sleep-mode needs --core-restarts above 0: else the engine ends with its core")
     if options.profile_dir is not None:
         _check_directory("--profile-dir", options.profile_dir)
-    _check_adapters(options)
+    check_adapters(options)
     _check_certificate(options)
     if options.api_server_count > 1:
         _check_several(options)
@@ -53,8 +53,8 @@ def _check_directory(option: str, path: Path) -> None:
         raise ConfigError(f"{option}: {path} cannot be written to")
 
 
-def _check_adapters(options: argparse.Namespace) -> None:
-    """As far as they can be without the model."""
+def check_adapters(options: argparse.Namespace) -> None:
+    """As far as they can be without the model. Raises `ConfigError`."""
     if options.lora_modules and not options.enable_lora:
         raise ConfigError("--lora-modules: adapters are served with --enable-lora")
     names = [module.name for module in options.lora_modules]

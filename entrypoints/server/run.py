@@ -257,8 +257,7 @@ async def serve_engine(
                 logger.info("%d prefixes are pinned", await pin_file(engine, options.pinned_prefixes))
         settings = ServerSettings(**{name: getattr(options, name) for name in ServerSettings.__struct_fields__})
         app = create_app(engine, engine.served_name, keyring, options.allowed_origins, settings, siblings)
-        for module in settings.lora_modules:
-            await app.state.adapters.load(module)
+        await app.state.adapters.load_all(settings.lora_modules)
         app.root_path = f"/{path}" if (path := options.root_path.strip("/")) else ""
         config = _uvicorns_config(app, engine, options)
         waits = options.shutdown_timeout, options.drain_delay

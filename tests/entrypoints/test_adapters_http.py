@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from batch_program import options_of
+from batch_program import run as run_batch
 from safetensors.torch import save_file
 from scripted_server import Server
 from test_http_errors import error_of
@@ -16,6 +18,7 @@ from test_http_errors import error_of
 from engine import AsyncEngine, EngineArgs
 from engine.core.wire import AddRequest
 from engine.errors import ConfigError
+from entrypoints.batch import SOME_FAILED, _run
 from entrypoints.serve import build_parser
 from entrypoints.server.adapters import LoRAModule
 from entrypoints.server.before_start import check_options
@@ -129,6 +132,25 @@ def test_modules_are_looked_at_before_anything_is_loaded(adapter: Path, options:
     given = [each.replace("{adapter}", str(adapter)) for each in options]
     with pytest.raises(ConfigError, match=said):
         check_options(build_parser().parse_args(["m", *given]))
+
+
+def test_lines_of_a_batch_name_adapters(tiny_server_model: Path, adapter: Path, tmp_path: Path) -> None:
+    server, asked = serving_adapters(tiny_server_model), ["mine", "tiny", "nobody"]
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": HI, "model": name}}
+        for name in asked
+    ]
+    source, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    given = ["-i", str(source), "-o", str(answers), "--enable-lora", "--lora-modules", f"mine={adapter}"]
+    assert run_batch(server, options_of(given)) == SOME_FAILED
+    results = {each["custom_id"]: each["response"] for each in map(json.loads, answers.read_text().splitlines())}
+    assert [results[name]["status_code"] for name in asked] == [200, 200, 404]
+    assert results["mine"]["body"]["model"] == "mine"
+    told = [message.lora_request and message.lora_request.lora_name for message in server.core.added]
+    assert sorted(told, key=str) == [None, "mine"]
+    with pytest.raises(ConfigError, match="/nowhere: no adapter_config"):
+        asyncio.run(_run(options_of([*given[:-1], "mine=/nowhere"])))
 
 
 def test_a_server_without_adapters_says_so(tiny_server_model: Path, adapter: Path) -> None:
