@@ -30,8 +30,11 @@ class States:
         """Where a sequence that starts is to keep its state on its way: behind the last whole block of its prompt, for
         prompts that go on from there, and behind as many tokens as `forks` says, multiples of the block size."""
         if self.groups:
-            size = self._block_size
-            blocks.borders = frozenset({prompt_len // size * size, (prompt_len - 1) // size * size, *forks})
+            blocks.borders = self.prompt_borders(prompt_len).union(forks)
+
+    def prompt_borders(self, prompt_len: int) -> frozenset[int]:
+        size = self._block_size
+        return frozenset({prompt_len // size * size, (prompt_len - 1) // size * size})
 
     def kept(self, blocks: SequenceBlocks, state: State, have: int, new_entries: int, certain: int) -> list[bool]:
         """Of the next entries, which hold a state: those in which the sequence may end, with drafts behind as many

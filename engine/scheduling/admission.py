@@ -231,7 +231,7 @@ class Admission:
     def _find_room(self, seq: Sequence, budget: int, kept: int = 0) -> PrefixHit | None:
         """What the prefix cache has for the sequence if all known tokens of it and of its followers fit now beside
         those that run, and `kept` blocks, else None. Where nothing runs, those followers wait by themselves that do not
-        fit.
+        fit; beams always fit then (`check_servable`).
 
         All tokens, though only a chunk is taken: a prefill that runs out of blocks half-way is work for nothing.
         """
@@ -240,7 +240,7 @@ class Admission:
             return None
         hit = self._kv.match_prefix(seq.blocks, seq.tokens, prefix_limit(seq, self._kv))
         need = self._to_start(seq, hit)
-        while need > room and seq.followers and not self._running:
+        while need > room and seq.followers and seq.group is None and not self._running:
             self._held.unfollow(seq.followers.pop())
             need = self._to_start(seq, hit)
         if need > room:
@@ -252,7 +252,7 @@ class Admission:
     def _to_start(self, seq: Sequence, hit: PrefixHit) -> int:
         """Blocks, with its followers for whom there are rows."""
         followers = seq.followers[: len(self._rows.free) - 1]
-        forks = forks_of(seq, self._kv.block_size) if self._kv.states.groups else ()
+        forks = forks_of(seq, self._kv) if self._kv.states.groups else ()
         need = self._kv.blocks_to_start(hit, len(seq.tokens), len(forks))
         return need + sum(own_blocks(follower, seq, self._kv) for follower in followers)
 
@@ -295,7 +295,7 @@ class Admission:
 
     def _start(self, draft: StepDraft, seq: Sequence, hit: PrefixHit) -> None:
         self._kv.adopt(seq.blocks, hit)
-        self._kv.states.wanted(seq.blocks, seq.prompt_len, forks_of(seq, self._kv.block_size))
+        self._kv.states.wanted(seq.blocks, seq.prompt_len, forks_of(seq, self._kv))
         self._held.let_go_of_landed(seq)
         self._waiting.take(seq)
         if seq.cached_tokens is None:

@@ -21,9 +21,10 @@ def check_servable(request: AddRequest, max_total: int, config: SchedulerConfig,
             "prompt",
         )
     width = _width(request, config)
-    # The last token is sampled and never computed, so it needs no KV. Beams may have nothing in common but the prompt.
+    # The last token is sampled and never computed, so it needs no KV. Beams may have nothing in common but the prompt;
+    # behind a preemption one is computed again, and keeps a state where each of the others leaves it.
     own = kv.blocks_beyond(prompt_len, max_total - 1)
-    need, total = kv.blocks_for(max_total - 1) + (width - 1) * own, kv.pool.num_blocks - pinned
+    need, total = kv.blocks_for(max_total - 1, width - 1) + (width - 1) * own, kv.pool.num_blocks - pinned
     if need > total:
         raise InvalidRequestError(
             f"a prompt of {prompt_len} tokens with {max_total - prompt_len} to generate needs {need} KV blocks, "

@@ -35,9 +35,11 @@ def is_twin(follower: Sequence, leader: Sequence) -> bool:
     return follower.common == len(follower.tokens) == len(leader.tokens)
 
 
-def forks_of(leader: Sequence, block_size: int) -> set[int]:
-    """Tokens behind which it is forked."""
-    return {start_of(follower, leader, block_size) for follower in leader.followers}
+def forks_of(leader: Sequence, kv: KVCache) -> set[int]:
+    """Tokens behind which it is forked, where it would not keep its state anyway."""
+    others = (follower for follower in leader.followers if not is_twin(follower, leader))
+    found = {start_of(follower, leader, kv.block_size) for follower in others}
+    return found - kv.states.prompt_borders(leader.prompt_len)
 
 
 def own_blocks(follower: Sequence, leader: Sequence, kv: KVCache) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from decimal import Decimal, localcontext
 from itertools import pairwise
 from typing import Literal
@@ -14,10 +15,12 @@ from toy_model import POISON, VOCAB, generate, search
 from engine.beam_search import BeamSearch, rank_of
 from engine.core.wire import BeamParams
 from engine.errors import InvalidRequestError
+from engine.layer_groups import State
 from engine.scheduling.sequence import Status
 from engine.step import TokenLogprobs
 
 PROMPT = [(i * i + 3) % 11 for i in range(50)]
+STATES = (None, State(3, 8))
 
 
 def add(loop: Loop, name: str, width: int, prompt: list[int] = PROMPT, max_tokens: int = 12, **options: object) -> None:
@@ -158,3 +161,41 @@ def test_a_search_with_an_extreme_penalty_ends_with_scores_that_are_numbers(
     while search.advance([found] * len(search.scores), lambda beam: [5] * search.length) is not None:
         assert search.length < 2048
     assert search.finished and all(math.isfinite(one.score) and one.score <= 0 for one in search.finished)
+
+
+def test_beams_that_keep_states_start_again_together_in_the_smallest_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted late, when they have hardly more in common than the prompt: each keeps states of its own, and the one
+    that is computed again another one where each of the others leaves it."""
+    advance = BeamSearch.advance
+
+    def apart(self: BeamSearch, found: list[TokenLogprobs], generated: Callable[[int], list[int]]) -> object:
+        if self.length + 1 == self.limit:
+            return advance(self, found, generated)
+        self.length, self.scores = self.length + 1, [-1.0, -2.0, -3.0]
+        parents = {1: [0, 0, 0], 2: [0, 0, 2]}.get(self.length, [0, 1, 2])
+        return [(parent, found[parent].token_ids[1 + place - parent]) for place, parent in enumerate(parents)]
+
+    monkeypatch.setattr(BeamSearch, "advance", apart)
+    preemptions = 0
+    for beside in range(16, 44, 2):
+        loop = next(found for blocks in range(60, 200) if (found := loop_that_serves_it(blocks)) is not None)
+        loop.add("plain", [(i * 7) % 11 for i in range(beside)], 60)
+        for _ in range(beside // 8):
+            loop.turn()
+        add(loop, "a", 3, PROMPT[:5], 40)
+        loop.run()
+        preemptions += loop.scheduler.stats().preemptions
+        assert all(loop.ends[name] for name in ("plain", "a", "a1", "a2"))
+        loop.assert_nothing_leaked()
+    assert preemptions > 1
+
+
+def loop_that_serves_it(blocks: int) -> Loop | None:
+    def loop() -> Loop:
+        return Loop(depth=0, num_blocks=blocks, block_size=2, rows=4, budget=8, windows=STATES, max_model_len=200)
+
+    try:
+        add(loop(), "a", 3, PROMPT[:5], 40)
+    except InvalidRequestError:
+        return None
+    return loop()

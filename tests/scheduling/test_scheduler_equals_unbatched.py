@@ -120,7 +120,7 @@ def _beams(loop: Loop, job: Job) -> BeamParams | None:
         return None
     max_total = min(len(job.prompt) + job.max_tokens, loop.max_model_len)
     own = loop.kv.blocks_beyond(len(job.prompt), max_total - 1)
-    fits = loop.kv.blocks_for(max_total - 1) + (job.width - 1) * own <= loop.kv.pool.num_blocks
+    fits = loop.kv.blocks_for(max_total - 1, job.width - 1) + (job.width - 1) * own <= loop.kv.pool.num_blocks
     return BeamParams(width=job.width) if 0 < job.width <= loop.executor.num_rows and fits else None
 
 
