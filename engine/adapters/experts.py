@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from engine.adapters.config import BLOCK
-from engine.adapters.linear import Place, put_blocks, put_rows
+from engine.adapters.linear import Place, Room
 from engine.cpu_kernels.linear import separate_gate_up
 from engine.errors import ConfigError
 from engine.models.experts import Experts, gated
@@ -217,7 +217,7 @@ class AdaptedExperts(nn.Module):
         experts.places = torch.cat([everyone, torch.tensor([-1], dtype=torch.int32)])
         self.register_buffer("step", place.step)
         self.register_buffer("changes", torch.zeros(place.slots, dtype=torch.bool))
-        self._first_put, self._second_put = [put_blocks if each else put_rows for each in blocks]
+        self._write = getattr(torch.ops, self._namespace).write_factors.default if self._packed else None
         shapes = (("first", hidden, first, parts, blocks[0]), ("second", inner, hidden, 1, blocks[1]))
         for name, inputs, outputs, of, in_blocks in shapes:
             a = (count, place.slots, of, place.max_rank, inputs)
@@ -226,25 +226,17 @@ class AdaptedExperts(nn.Module):
             self.register_buffer(f"{name}_b", torch.zeros((count, place.slots, *b), dtype=place.dtype))
             self.register_buffer(f"{name}_ranks", torch.zeros((count, place.slots, of), dtype=torch.int32))
 
-    def write(
-        self,
-        expert: int,
-        is_first: bool,
-        slot: int,
-        part: int,
-        start: int,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        scale: float,
-    ) -> None:
-        """Of one of its matrices; see `Adapted.write`."""
-        all_a, all_b, ranks, put = (self.first_a, self.first_b, self.first_ranks, self._first_put)
+    def room(self, expert: int, is_first: bool, part: int, start: int) -> Room:
+        """Of one of its matrices; see `Adapted.room`."""
+        of = self.first_a, self.first_b, self.first_ranks
         if not is_first:
-            all_a, all_b, ranks, put = (self.second_a, self.second_b, self.second_ranks, self._second_put)
-        put(all_b[expert, slot], start, b, scale)
-        all_a[expert, slot, part, : len(a)].copy_(a)
-        ranks[expert, slot, part] = len(a)
-        self.changes[slot] = True
+            of = self.second_a, self.second_b, self.second_ranks
+        a, b, ranks = (each[expert] for each in of)
+        return Room(a, b, ranks, part, start, self._write if b.dim() == 4 else None)
+
+    def settle(self, slot: int) -> None:
+        """All of its adapter is written."""
+        self.changes[slot] = self.first_ranks[:, slot].any() | self.second_ranks[:, slot].any()
 
     def clear(self, slot: int) -> None:
         """See `Adapted.clear`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch._ops import OpOverload
@@ -94,34 +93,6 @@ def _(
     return None
 
 
-def put_rows(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> None:
-    """b [outputs of a part, rank] into a slot [max_rank, outputs], from output `start` on."""
-    count, rank = b.shape
-    slot[:rank, start : start + count].copy_(_scaled(b, scale).T)
-
-
-def put_blocks(slot: torch.Tensor, start: int, b: torch.Tensor, scale: float) -> None:
-    """The same of a slot bfloat16 [blocks, max_rank, BLOCK outputs] on a CPU."""
-    count, rank = b.shape
-    first, last = start // BLOCK, -(-(start + count) // BLOCK)
-    blocks, given = _bits(slot)[first:last, :rank], _bits(_scaled(b, scale))
-    if start % BLOCK or count % BLOCK:  # its neighbours' stay
-        whole = blocks.transpose(0, 2, 1).reshape(-1, rank)
-        whole[start - first * BLOCK :][:count] = given
-        given = whole
-    blocks[:] = given.reshape(-1, BLOCK, rank).transpose(0, 2, 1)
-
-
-def _bits(bfloats: torch.Tensor) -> np.ndarray:
-    """The same memory. Small copies cost half as much without torch, and an adapter takes hundreds."""
-    assert bfloats.dtype == torch.bfloat16
-    return bfloats.view(torch.int16).numpy()
-
-
-def _scaled(b: torch.Tensor, scale: float) -> torch.Tensor:
-    return b if scale == 1.0 else b * scale  # before it is turned: many at once
-
-
 class Place(NamedTuple):
     """What there is to be room for."""
 
@@ -133,6 +104,22 @@ class Place(NamedTuple):
     max_rank: int
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
+
+
+class Room(NamedTuple):
+    """Where the factors of one part of a layer are written."""
+
+    a: torch.Tensor
+    """[slots, parts, max_rank, inputs]"""
+    b: torch.Tensor
+    """[slots, max_rank, outputs]; if `op` writes them [slots, blocks, max_rank, BLOCK]"""
+    ranks: torch.Tensor
+    """int32 [slots, parts]"""
+    part: int
+    start: int
+    """its first output"""
+    op: OpOverload | None = None
+    """`LinearOps.write_factors`"""
 
 
 class Adapted(nn.Module):
@@ -153,11 +140,9 @@ class Adapted(nn.Module):
         self.register_buffer("b", torch.zeros(shape, dtype=place.dtype, device=place.device))
         self.register_buffer("ranks", torch.zeros(slots, parts, dtype=torch.int32, device=place.device))
 
-    def write(self, slot: int, part: int, start: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """Factors a [rank, inputs] and b [outputs of the part, rank], which begin at output `start`."""
-        put_rows(self.b[slot], start, b, scale)
-        self.a[slot, part, : len(a)].copy_(a)
-        self.ranks[slot, part] = len(a)
+    def room(self, part: int, start: int) -> Room:
+        """For factors whose outputs begin at `start`."""
+        return Room(self.a, self.b, self.ranks, part, start)
 
     def clear(self, slot: int) -> None:
         """The slot's adapter changes nothing here, until something is written."""
@@ -201,19 +186,18 @@ class AdaptedPacked(Adapted):
     bias: torch.Tensor | None
     ends: torch.Tensor
 
-    def __init__(self, linear: PackedLinear, place: Place, op: OpOverload) -> None:
+    def __init__(self, linear: PackedLinear, place: Place) -> None:
         super().__init__(linear, place, (-(-linear.n // BLOCK), place.max_rank, BLOCK))
+        ops = getattr(torch.ops, linear.op.namespace)
+        self.op, self.write_op = ops.adapted_linear.default, ops.write_factors.default
         self.register_buffer("weight", linear.weight)
         self.register_buffer("bias", linear.bias)
         self.register_buffer("ends", torch.tensor(place.ends, dtype=torch.int32))
-        self.n, self.format, self.gate, self.op = linear.n, linear.format, linear.gate, op
+        self.n, self.format, self.gate = linear.n, linear.format, linear.gate
 
-    def write(self, slot: int, part: int, start: int, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
-        """See `Adapted.write`."""
-        rank = a.size(0)
-        put_blocks(self.b[slot], start, b, scale)
-        _bits(self.a)[slot, part, :rank] = _bits(a)
-        self.ranks.numpy()[slot, part] = rank
+    def room(self, part: int, start: int) -> Room:
+        """See `Adapted.room`."""
+        return Room(self.a, self.b, self.ranks, part, start, self.write_op)
 
     def clear(self, slot: int) -> None:
         """See `Adapted.clear`."""
@@ -235,8 +219,7 @@ def adapted(linear: nn.Module, place: Place) -> Adapted:
     if place.device.type == "cuda" and not isinstance(base, Linear):
         raise ConfigError("enable_lora: weights that stay packed on GPUs are not adapted yet; use device='cpu'")
     if type(linear) is PackedLinear and not linear.wide:
-        namespace = getattr(torch.ops, linear.op.namespace)
-        return AdaptedPacked(linear, place, namespace.adapted_linear.default)
+        return AdaptedPacked(linear, place)
     if isinstance(linear, PackedLinear) and linear.gate:
         raise ConfigError("enable_lora: MLPs whose columns are stored in another order (desc_act) are not adapted yet")
     return AdaptedLinear(linear, place)

@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from engine.adapters.config import LoRAConfig
 from engine.adapters.expert_files import spread
 from engine.adapters.request import LoRARequest
 from engine.adapters.targets import Own, Part, Targets
-from engine.adapters.tensor_file import FLOATING, read_shapes
+from engine.adapters.tensor_file import FLOATING, StoredTensors, read_shapes
 from engine.errors import ConfigError, InvalidRequestError, WeightsError
 from engine.models.json_file import read_json_object, shown
 from engine.models.spec import DecoderSpec
@@ -44,7 +44,7 @@ _NOTHING: dict[str, tuple[object, ...]] = {
 }
 """what means another computation than B(A x), or weights beside A and B; with the values that do not"""
 
-ReadTensors = Callable[[Path, int], dict[str, torch.Tensor]]
+ReadTensors = Callable[[Path, int], StoredTensors]
 
 
 class Factors(NamedTuple):
@@ -71,11 +71,10 @@ class KnownFiles:
 
     def __init__(self, most: int = 16) -> None:
         self._most = most
-        self._headers: OrderedDict[Hashable, list[_Header]] = OrderedDict()
+        self._headers: OrderedDict[bytes, list[_Header]] = OrderedDict()
 
-    def headers(self, tensors: Mapping[str, torch.Tensor], check: Callable[[], list[_Header]]) -> list[_Header]:
-        """As `check` found them when `tensors` were such for the first time."""
-        layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+    def headers(self, layout: bytes, check: Callable[[], list[_Header]]) -> list[_Header]:
+        """As `check` found them when a file had that layout (`Layout.digest`) for the first time."""
         headers = self._headers.pop(layout, None) or check()
         self._headers[layout] = headers
         while len(self._headers) > self._most:
@@ -118,7 +117,7 @@ class AdapterFiles:
         if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            self._tensors = read(self._file, _most_bytes(targets))
+            layout, self._tensors = read(self._file, _most_bytes(targets))
         except KeyError as error:
             raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
         except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
@@ -126,13 +125,9 @@ class AdapterFiles:
                 f"{self._file}: cannot be read ({error}); copy it again if it is damaged or cut short"
             ) from error
         self._spread(targets)
-        self._headers = (known or KnownFiles()).headers(self._tensors, lambda: self._read_headers(targets))
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """None: tensors are of several."""
-        found = {tensor.dtype for tensor in self._tensors.values()}
-        return found.pop() if len(found) == 1 else None
+        self._headers = (known or KnownFiles()).headers(layout.digest, lambda: self._read_headers(targets))
+        self.dtype = layout.dtype
+        """None: tensors are of several"""
 
     def digest(self) -> str:
         """Of both files."""

@@ -26,20 +26,19 @@ class AdapterReader:
 
     def __init__(self, targets: Targets, own_parts: Mapping[Part, Own], dtype: torch.dtype, is_part: bool) -> None:
         self._targets, self._own_parts, self._dtype, self._is_part = targets, own_parts, dtype, is_part
-        self._known = KnownFiles()
-        self._spare: torch.Tensor | None = None
+        self._known, self._file = KnownFiles(), TensorFile()
 
     def read(self, adapter: LoRARequest) -> ReadAdapter:
         """Raises `ConfigError` and `WeightsError`."""
-        file = TensorFile(self._spare)
-        files = AdapterFiles(adapter, self._targets, file.read, self._known)
+        files = AdapterFiles(adapter, self._targets, self._file.read, self._known)
         copied = self._is_part or files.dtype is None  # or all of the file were kept for a part of it
         factors = files.factors(self._dtype, self._own_parts, copied)
-        shared = not copied and files.dtype == self._dtype
-        self._spare = None if shared else file.memory
-        return ReadAdapter(factors, files.digest() if self._is_part else "", file.memory if shared else None)
+        shared, memory = not copied and files.dtype == self._dtype, None
+        if shared:
+            memory, self._file.memory = self._file.memory, None
+        return ReadAdapter(factors, files.digest() if self._is_part else "", memory)
 
     def release(self, read: ReadAdapter) -> None:
         """Nobody uses it any more."""
         if read.memory is not None:
-            self._spare = read.memory
+            self._file.memory = read.memory

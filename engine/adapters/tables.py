@@ -9,10 +9,11 @@ import torch
 
 from engine.adapters.config import LoRAConfig
 from engine.adapters.experts import AdaptedExperts
-from engine.adapters.linear import Adapted, Place, adapted
+from engine.adapters.linear import Adapted, Place, Room, adapted
 from engine.adapters.peft import Factors
 from engine.adapters.reader import AdapterReader
 from engine.adapters.targets import Own, Targets, own_parts
+from engine.adapters.writing import write
 from engine.models.decoder import Decoder
 from engine.models.parallel import SummedExperts, SummedLinear
 from engine.models.sharding import Shard
@@ -98,6 +99,8 @@ class AdapterTables:
         self._layers: dict[str, Adapted] = {}
         self._experts: dict[str, AdaptedExperts] = {}
         """by their layer"""
+        self._rooms: dict[tuple[str, int], Room] = {}
+        """of layers' parts"""
         for name, of_layer in parts.items():
             ends = tuple(own.start + own.outputs for own in of_layer)
             place = Place(ends, self._step.table, config.max_loras, config.max_lora_rank, model.dtype, device)
@@ -115,14 +118,21 @@ class AdapterTables:
         """The adapter is in the slot; no step in flight has a row of it."""
         for layer in self._all():
             layer.clear(slot)
-        for own, a, b, scale in factors:
+        write(slot, [(self._room(each.own), each) for each in factors])
+        for experts in self._experts.values():
+            experts.settle(slot)
+
+    def _room(self, own: Own) -> Room:
+        room = self._rooms.get((own.layer, own.number))
+        if room is None:
             of_experts, found, rest = own.layer.partition(_OF_EXPERTS)
             if found:
                 kind, _, expert = rest.partition(".")
-                place = (int(expert), kind == "gate_up", slot, own.number, own.start)
-                self._experts[of_experts].write(*place, a, b, scale)
+                room = self._experts[of_experts].room(int(expert), kind == "gate_up", own.number, own.start)
             else:
-                self._layers[own.layer].write(slot, own.number, own.start, a, b, scale)
+                room = self._layers[own.layer].room(own.number, own.start)
+            self._rooms[own.layer, own.number] = room
+        return room
 
     def _all(self) -> list[Adapted | AdaptedExperts]:
         return [*self._layers.values(), *self._experts.values()]

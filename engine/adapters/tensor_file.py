@@ -3,51 +3,76 @@ memory, for each of them takes more than twice as long."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LENGTH = 8
+_KNOWN = 16
 
 
-def read_shapes(path: Path, most: int) -> dict[str, torch.Tensor]:
+class Layout(NamedTuple):
+    """What a header says, in the order of the numbers, which fill the file."""
+
+    digest: bytes
+    """of the header, and of how long the file is: equal ones mean the same"""
+    names: list[str]
+    shapes: list[list[int]]
+    dtypes: list[torch.dtype]
+    nbytes: list[int]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None: tensors are of several, or there are none."""
+        return self.dtypes[0] if len(set(self.dtypes)) == 1 else None
+
+
+class StoredTensors(NamedTuple):
+    layout: Layout
+    tensors: dict[str, torch.Tensor]
+
+
+def read_shapes(path: Path, most: int) -> StoredTensors:
     """Tensors that have shapes and types, and no numbers. Raises what `TensorFile.read` does."""
     with _opened(path, most) as file:
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in _header(file).items()}
+        found = _layout(file, OrderedDict())
+    each = zip(found.names, found.shapes, found.dtypes, strict=True)
+    return StoredTensors(found, {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in each})
 
 
 class TensorFile:
-    """`memory`, uint8, is what its tensors share: `spare`, if that is not much too large. The system clears what it
-    gives anew, which takes longer than to read."""
+    """Reads one after the other. `memory`, uint8, is what the tensors of the last one share; it is used again for the
+    next one, unless it is much too large, so whoever keeps them takes it away: the system clears what it gives anew,
+    which takes longer than to read."""
 
-    def __init__(self, spare: torch.Tensor | None = None) -> None:
-        self.memory = spare
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self._known: OrderedDict[bytes, Layout] = OrderedDict()
 
-    def read(self, path: Path, most: int) -> dict[str, torch.Tensor]:
+    def read(self, path: Path, most: int) -> StoredTensors:
         """Of at most so many bytes. Raises `SafetensorError`, OSError, ValueError, TypeError, and KeyError, which names
         a type, of what is stored otherwise than as floats."""
         with _opened(path, most) as file:
             before = os.fstat(file.fileno())
-            header = _header(file)
-            sizes = [dtype.itemsize * math.prod(shape) for shape, dtype in header.values()]
-            numbers = self._room(sum(sizes))
+            layout = _layout(file, self._known)
+            numbers = self._room(sum(layout.nbytes))
             file.seek(before.st_size - len(numbers))
             _fill(file, numbers)
             now = os.fstat(file.fileno())
             if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
                 raise ValueError("it was changed while it was read")
-        tensors, at = {}, 0
-        for (name, (shape, dtype)), size in zip(header.items(), sizes, strict=True):
-            tensors[name] = _as(numbers[at : at + size], shape, dtype)
-            at += size
-        return tensors
+        return StoredTensors(layout, dict(zip(layout.names, _apart(numbers, layout), strict=True)))
 
     def _room(self, size: int) -> torch.Tensor:
         if self.memory is None or not size <= len(self.memory) <= 2 * size:
@@ -67,12 +92,35 @@ def _opened(path: Path, most: int) -> Iterator[FileIO]:
         yield file
 
 
-def _header(file: FileIO) -> dict[str, tuple[list[int], torch.dtype]]:
-    """In the order of their numbers, which fill the file."""
+def _layout(file: FileIO, known: OrderedDict[bytes, Layout]) -> Layout:
+    """Of a header that is `known` as it was found then: files of one training have the same."""
+    digest = _digest(file)
+    layout = known.pop(digest, None)
+    if layout is None:
+        layout = _parsed(file, digest)
+        if _digest(file) != digest:
+            raise ValueError("it was changed while it was read")
+    known[digest] = layout
+    if len(known) > _KNOWN:
+        known.popitem(last=False)
+    return layout
+
+
+def _digest(file: FileIO) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(os.pread(file.fileno(), _LENGTH, 0), "little")
+    header = os.pread(file.fileno(), length if length < size else 0, _LENGTH)  # else the library refuses it
+    return hashlib.sha256(b"%d %d " % (size, len(header)) + header).digest()
+
+
+def _parsed(file: FileIO, digest: bytes) -> Layout:
     path = f"/proc/self/fd/{file.fileno()}"
     with safe_open(path, framework="pt", backend="pread") as opened:  # mapped, it could end under its readers
         slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-        return {name: (each.get_shape(), FLOATING[each.get_dtype()]) for name, each in slices.items()}
+        shapes = [each.get_shape() for each in slices.values()]
+        dtypes = [FLOATING[each.get_dtype()] for each in slices.values()]
+    nbytes = [dtype.itemsize * math.prod(shape) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return Layout(digest, list(slices), shapes, dtypes, nbytes)
 
 
 def _fill(file: FileIO, numbers: torch.Tensor) -> None:
@@ -83,7 +131,20 @@ def _fill(file: FileIO, numbers: torch.Tensor) -> None:
         into = into[count:]
 
 
-def _as(piece: torch.Tensor, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    if piece.storage_offset() % dtype.itemsize:  # the format has no alignment
-        piece = piece.clone()
-    return piece.view(dtype).view(shape)
+def _apart(numbers: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Each tensor, in the same memory where it may be."""
+    found, at, dtype = list[torch.Tensor](), 0, layout.dtype
+    whole = numbers if dtype is None else numbers.view(dtype)
+    for shape, own, size in zip(layout.shapes, layout.dtypes, layout.nbytes, strict=True):
+        if dtype is not None:
+            found.append(whole.as_strided(shape, _strides(shape), at // dtype.itemsize))
+        else:
+            piece = whole[at : at + size]
+            aligned = piece.clone() if at % own.itemsize else piece  # the format has no alignment
+            found.append(aligned.view(own).view(shape))
+        at += size
+    return found
+
+
+def _strides(shape: list[int]) -> list[int]:
+    return [math.prod(shape[place:]) for place in range(1, len(shape) + 1)]

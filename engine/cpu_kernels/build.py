@@ -44,6 +44,7 @@ def sources() -> NativeSources:
             Unit(CSRC / "linear_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "adapters_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "adapters_binding.cpp", optimise="-O1"),
+            Unit(CSRC / "adapters_write.cpp"),
             Unit(CSRC / "experts_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "states_schedule.cpp", optimise="-O2"),
             Unit(CSRC / "expert_sort.cpp", optimise="-O2"),

@@ -121,6 +121,9 @@ class LinearOps:
     adapted_linear(x, weight, n, format, bias, norm_weight, norm_eps, residual, gate, step, a, b, ranks, ends) →
     `packed_linear` with B (A x) of each row's adapter added to the product (`engine/adapters/linear.py`), and its bits
     where no row has one.
+    write_factors(a, b, ranks, given_a, given_b, places int64 [count, 3], scales float32 [count]): of as many parts of
+    layers, given_a bfloat16 [rank, k] and given_b bfloat16 [outputs, rank], times its scale, into their place: slot,
+    part, first output.
     route(logits float32 [tokens, experts], kind, top_k, normalise, bias float32 [experts], groups, top_groups, scale) →
     ids int32 [tokens, top_k], best first, equal ones by index; weights float32 [tokens, top_k]. Kinds:
     `experts.Routing`; a bias goes with scores of all experts, groups with its last.
@@ -136,6 +139,7 @@ class LinearOps:
     packed_experts: OpOverload
     combine_experts: OpOverload
     adapted_linear: OpOverload
+    write_factors: OpOverload
     route: OpOverload
     mix_states: OpOverload
     choose_reading: Callable[[int, bool], None]
@@ -171,6 +175,7 @@ def _load(library: KernelLibrary, cache_dir: Path) -> LinearOps:
         ops.packed_experts.default,
         ops.combine_experts.default,
         ops.adapted_linear.default,
+        ops.write_factors.default,
         ops.route.default,
         ops.mix_states.default,
         ops.choose_reading.default,

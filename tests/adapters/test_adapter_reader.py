@@ -120,7 +120,7 @@ def test_files_alike_are_checked_once_and_others_as_ever(
         reads.read(request(tmp_path / "2"))
     many = peft.KnownFiles(most=2)
     for width in (1, 2, 3, 1):
-        many.headers({"x": torch.zeros(width)}, lambda: checked.append("again") or [])  # type: ignore[func-returns-value]
+        many.headers(b"%d" % width, lambda: checked.append("again") or [])  # type: ignore[func-returns-value]
     assert checked.count("again") == 4 and len(many._headers) == 2
 
 
@@ -135,7 +135,9 @@ def test_a_file_is_read_as_it_lies(tmp_path: Path) -> None:
     numbers = torch.tensor([1.5], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
     numbers += torch.tensor([2.5, -3.5]).view(torch.uint8).numpy().tobytes()
     (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + numbers)
-    found = TensorFile().read(tmp_path / "file", MOST)
+    reads = TensorFile()
+    for _ in range(2):
+        found = reads.read(tmp_path / "file", MOST).tensors
     assert found["a"].tolist() == [1.5] and found["b"].tolist() == [2.5, -3.5] and found["none"].shape == (0, 3)
     assert found["b"].data_ptr() % 4 == 0
 
