@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
@@ -90,9 +90,16 @@ def ratios(model: str, places: list[Path], options: argparse.Namespace) -> dict[
 
 
 async def misses(model: str, places: list[Path], options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds to the first token: resident, and not; and the longest gap of another stream meanwhile and else."""
+    """Milliseconds to the first token: resident, and not; and gaps of another stream meanwhile: of all, and the longest
+    behind each request that came."""
     args = EngineArgs(
-        model=model, device="cpu", max_model_len=2048, enable_lora=True, max_loras=8, max_lora_rank=options.rank
+        model=model,
+        device="cpu",
+        max_model_len=2048,
+        enable_lora=True,
+        max_loras=8,
+        max_lora_rank=options.rank,
+        threads=options.threads,
     )
     registered = [LoRARequest(f"a{n}", n, str(places[n % len(places)])) for n in range(1, REGISTERED + 1)]
     async with AsyncEngine(args) as engine:
@@ -103,8 +110,10 @@ async def misses(model: str, places: list[Path], options: argparse.Namespace) ->
             prompt, began = {"prompt_token_ids": [5 + salt % 100, salt // 100 + 5]}, time.perf_counter()
             async for _ in engine.generate(prompt, params, lora_request=adapter):
                 pass
-            return 1e3 * (time.perf_counter() - began)
+            asked.append((began, time.perf_counter()))
+            return 1e3 * (asked[-1][1] - began)
 
+        asked: list[tuple[float, float]] = []
         gaps: list[tuple[float, float]] = []
 
         async def stream() -> None:
@@ -120,18 +129,27 @@ async def misses(model: str, places: list[Path], options: argparse.Namespace) ->
         cold = [await first(registered[n], 100 + n) for n in range(1, 40)]
         other = asyncio.create_task(stream())
         await asyncio.sleep(2)
-        hot, moment = [await first(registered[39], 300 + n) for n in range(40)], time.perf_counter()
+        began, hot = time.perf_counter(), [await first(registered[39], 300 + n) for n in range(40)]
         beside = [await first(registered[n], 400 + n) for n in range(40, 80)]
+        await asyncio.sleep(0.1)
         other.cancel()
-    before = [gap for at, gap in gaps[5:] if at < moment]
-    after = [gap for at, gap in gaps if at >= moment]
+
+    def longest(requests: list[tuple[float, float]]) -> float:
+        return median(max(gap for at, gap in gaps if start < at < end + gap / 1e3) for start, end in requests)
+
+    alone = [gap for at, gap in gaps[5:] if at < began]
+    before = [gap for at, gap in gaps if began <= at < asked[-40][0]]
+    after = [gap for at, gap in gaps if asked[-40][0] <= at < asked[-1][1]]
     return {
         "first token, resident": median(hits),
         "first token, a miss": median(cold),
         "beside a stream, resident": median(hot),
         "beside a stream, a miss": median(beside),
-        "the stream's median gap, all resident": median(before),
-        "the stream's median gap, misses": median(after),
+        "the stream's mean gap, alone": mean(alone),
+        "the stream's mean gap, all resident": mean(before),
+        "the stream's mean gap, misses": mean(after),
+        "its longest gap behind a request, resident": longest(asked[-80:-40]),
+        "its longest gap behind a request, a miss": longest(asked[-40:]),
     }
 
 
@@ -141,6 +159,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument(
+        "--threads", type=int, help="of the engine whose misses are timed; one leaves a core to loading"
+    )
     parser.add_argument("--quantization", help="of the ratios' engines; none: blocks of a file as bfloat16")
     parser.add_argument("--only", choices=["ratios", "misses"])
     options = parser.parse_args()
