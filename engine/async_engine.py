@@ -288,13 +288,14 @@ class AsyncEngine(Administered):
         )
         return token_ids
 
-    async def check_lora(self, adapter: LoRARequest) -> None:
-        """Its files are such that requests may name it. Raises `InvalidRequestError`."""
+    async def checked_lora(self, adapter: LoRARequest) -> LoRARequest:
+        """Its files are such that requests may name it, and they are to stay so. Raises `InvalidRequestError`."""
         from engine.adapters.peft import check_files  # torch comes with it
 
         engine = await self._started()
         check_adapter(adapter, engine.config.lora is not None, engine.config.limits)
-        await asyncio.to_thread(check_files, adapter, engine.model.spec, engine.config.lora)
+        version = await asyncio.to_thread(check_files, adapter, engine.model.spec, engine.config.lora)
+        return replace(adapter, version=version)
 
     def stats(self) -> CoreStats:
         """The core's gauges and counters as of its latest step."""

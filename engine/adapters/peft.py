@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -82,11 +81,11 @@ class KnownFiles:
         return headers
 
 
-def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConfig | None) -> None:
-    """That they can be loaded, by what their headers say: no number is read. Raises `InvalidRequestError`."""
+def check_files(adapter: LoRARequest, spec: DecoderSpec | None, config: LoRAConfig | None) -> str:
+    """That they can be loaded, by what their headers say. Returns their version. Raises `InvalidRequestError`."""
     assert spec is not None and config is not None
     try:
-        AdapterFiles(adapter, Targets(spec, config), read_shapes)
+        return AdapterFiles(adapter, Targets(spec, config), read_shapes).version()
     except (ConfigError, WeightsError) as error:
         raise InvalidRequestError(str(error), "lora_path") from error
 
@@ -117,7 +116,7 @@ class AdapterFiles:
         if not exist[1]:
             raise WeightsError(f"{path}: no {WEIGHTS} (adapters in other formats are not read)")
         try:
-            layout, self._tensors = read(self._file, _most_bytes(targets))
+            layout, self._tensors, self._digest = read(self._file, _most_bytes(targets))
         except KeyError as error:
             raise WeightsError(f"{self._file}: tensors are stored as {error}, not as floats") from error
         except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
@@ -129,9 +128,9 @@ class AdapterFiles:
         self.dtype = layout.dtype
         """None: tensors are of several"""
 
-    def digest(self) -> str:
-        """Of both files."""
-        return f"{_checksum(self._tensors):08x} {self._alpha:g} {self._root}"
+    def version(self) -> str:
+        """What both files hold."""
+        return f"{self._digest().hex()} {self._alpha:g} {self._root}"
 
     def factors(self, dtype: torch.dtype, own_parts: Mapping[Part, Own], copied: bool = False) -> list[Factors]:
         """Of a rank, which has `own_parts`; in memory of their own if they are `copied`."""
@@ -234,13 +233,6 @@ class AdapterFiles:
             served = f"1 to {most} are served (--max-lora{setting}-rank)"
             raise WeightsError(f"{self._file}: {module} has rank {rank}; {served}")
         return _Header(part, pair["A"], pair["B"], rank)
-
-
-def _checksum(tensors: Mapping[str, torch.Tensor]) -> int:
-    found = 0
-    for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].view(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), found))
-    return found
 
 
 def _most_bytes(targets: Targets) -> int:

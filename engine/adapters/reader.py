@@ -11,6 +11,7 @@ from engine.adapters.peft import AdapterFiles, Factors, KnownFiles
 from engine.adapters.request import LoRARequest
 from engine.adapters.targets import Own, Part, Targets
 from engine.adapters.tensor_file import TensorFile
+from engine.errors import ConfigError
 
 
 class ReadAdapter(NamedTuple):
@@ -31,12 +32,18 @@ class AdapterReader:
     def read(self, adapter: LoRARequest) -> ReadAdapter:
         """Raises `ConfigError` and `WeightsError`."""
         files = AdapterFiles(adapter, self._targets, self._file.read, self._known)
+        version = files.version() if adapter.version or self._is_part else ""
+        if adapter.version and adapter.version != version:
+            raise ConfigError(
+                f"{adapter.lora_path}: its files are others than when the adapter was loaded: load it again "
+                "(load_inplace), or under another name"
+            )
         copied = self._is_part or files.dtype is None  # or all of the file were kept for a part of it
         factors = files.factors(self._dtype, self._own_parts, copied)
         shared, memory = not copied and files.dtype == self._dtype, None
         if shared:
             memory, self._file.memory = self._file.memory, None
-        return ReadAdapter(factors, files.digest() if self._is_part else "", memory)
+        return ReadAdapter(factors, version if self._is_part else "", memory)
 
     def release(self, read: ReadAdapter) -> None:
         """Nobody uses it any more."""

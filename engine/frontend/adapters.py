@@ -26,6 +26,8 @@ def check_adapter(adapter: object, serves_adapters: bool, limits: Limits) -> LoR
     check_name(adapter.lora_name, FIELD, limits)
     if len(path := check_text(adapter.lora_path, FIELD)) > _MOST_PATH:
         raise InvalidRequestError(f"{FIELD}: lora_path has {len(path)} characters, more than {_MOST_PATH}", FIELD)
+    if len(version := check_text(adapter.version, FIELD)) > _MOST_PATH:
+        raise InvalidRequestError(f"{FIELD}: version has {len(version)} characters, more than {_MOST_PATH}", FIELD)
     return adapter
 
 

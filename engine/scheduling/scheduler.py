@@ -119,7 +119,8 @@ class Scheduler:
             if seq.status is not Status.FINISHED:
                 deltas += self._end_with_error(seq, reason, kind)
         for seq, reason in self._adapted.take_failed():
-            deltas += self._end_with_error(seq, reason, "invalid")
+            was_checked = seq.adapter is not None and seq.adapter.version
+            deltas += self._end_with_error(seq, reason, "fault" if was_checked else "invalid")
         return deltas
 
     def grammar_compiled(self, grammar: str) -> list[SequenceDelta]:

@@ -15,6 +15,7 @@ from engine import AsyncEngine, LoRARequest
 from engine.errors import InvalidRequestError
 from entrypoints.server.error_shape import error_body
 from entrypoints.server.fields import Body
+from entrypoints.server.names import is_one_of
 
 
 class LoRAModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,8 +58,7 @@ class Adapters:
         """Requests may name it from now on. `in_place`: it may take the place of another one, with which requests that
         have begun with it end. Raises `InvalidRequestError`."""
         self._check_free(module.name, in_place)
-        adapter = LoRARequest(module.name, next(self._numbers), module.path)
-        await self._engine.check_lora(adapter)
+        adapter = await self._engine.checked_lora(LoRARequest(module.name, next(self._numbers), module.path))
         self._check_free(module.name, in_place)
         self._modules[module.name] = module, adapter
         self._gone.pop(module.name, None)
@@ -73,7 +73,7 @@ class Adapters:
             del self._gone[next(iter(self._gone))]
 
     def _check_free(self, name: str, in_place: bool) -> None:
-        if name in self._served_names or (name in self._modules and not in_place):
+        if is_one_of(name, self._served_names) or (name in self._modules and not in_place):
             raise InvalidRequestError(f"the name {name[:100]!r} is in use: unload it, or take another", "lora_name")
         self._engine.config.limits.check("lora_modules", len({*self._modules, name}), "lora_name")
 

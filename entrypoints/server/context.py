@@ -164,8 +164,12 @@ class ServerContext:
         `generates` may name an adapter."""
         if name is None and self.settings.strict_fields:
             raise InvalidRequestError("model is missing (--strict-fields)", "model", "missing_required_parameter")
-        if name is not None and name not in self.names and not (generates and self.adapters.get(name)):
+        if name is None or name in self.names:
+            return
+        if not self.adapters.get(name):
             raise HTTPException(404, model_not_found(name, self.names))
+        if not generates:
+            raise InvalidRequestError(f"{name[:100]!r} is an adapter, which generates: ask the model itself", "model")
 
     def check_generates(self) -> None:
         """Before it is said that a model has no chat template, which is the lesser reason."""

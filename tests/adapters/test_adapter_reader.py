@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from tiny_adapters import request, save_adapter
 from tiny_families import save_tiny
 
-from engine.adapters import peft
+from engine.adapters import peft, tensor_file
 from engine.adapters.config import LoRAConfig
 from engine.adapters.peft import AdapterFiles, check_files
 from engine.adapters.reader import AdapterReader, ReadAdapter
@@ -122,6 +123,33 @@ def test_files_alike_are_checked_once_and_others_as_ever(
     for width in (1, 2, 3, 1):
         many.headers(b"%d" % width, lambda: checked.append("again") or [])  # type: ignore[func-returns-value]
     assert checked.count("again") == 4 and len(many._headers) == 2
+
+
+@pytest.mark.parametrize("change", ["numbers", "alpha", "names"])
+def test_files_are_what_they_were_when_they_were_checked(
+    model: tuple[torch.nn.Module, DecoderSpec], change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or they are refused, until they are checked again; without a version whatever is there is taken."""
+    module, spec = model
+    monkeypatch.setattr(tensor_file, "_PIECE", 1 << 12)
+    save_adapter(tmp_path, module, 0)
+    version, reads = check_files(request(tmp_path), spec, CONFIG), reader(spec)
+    adapter = replace(request(tmp_path), version=version)
+    reads.read(adapter)
+    file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    tensors = load_file(file)
+    if change == "numbers":
+        tensors[min(tensors)][0, 0] += 1
+    elif change == "names":
+        one, other = (f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight" for layer in (0, 1))
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+    else:
+        config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 3.5}))
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match="load it again"):
+        reads.read(adapter)
+    reads.read(request(tmp_path))
+    reads.read(replace(adapter, version=check_files(adapter, spec, CONFIG)))
 
 
 def test_a_file_is_read_as_it_lies(tmp_path: Path) -> None:

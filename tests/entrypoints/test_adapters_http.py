@@ -54,7 +54,8 @@ def test_adapters_are_models_that_come_and_go(tiny_server_model: Path, adapter: 
         loaded = await client.post(LOAD, json=body)
         assert (loaded.status_code, "mine" in loaded.text) == (200, True), loaded.text
         assert error_of(await client.post(LOAD, json=body))["param"] == "lora_name"
-        assert error_of(await client.post(LOAD, json={**body, "lora_name": "tiny"}))["param"] == "lora_name"
+        for taken in ("tiny", "Tiny", "tiny:latest"):  # Ollama's clients ask for the model by all of them
+            assert error_of(await client.post(LOAD, json={**body, "lora_name": taken}))["param"] == "lora_name"
         wrong = await client.post(LOAD, json={"lora_name": "other", "lora_path": "/nowhere"})
         assert wrong.status_code == 400 and "no adapter_config.json" in error_of(wrong)["message"]
         base, mine = (await client.get("/v1/models")).json()["data"]
@@ -65,20 +66,25 @@ def test_adapters_are_models_that_come_and_go(tiny_server_model: Path, adapter: 
             ("/v1/completions", {"prompt": "x"}),
             ("/v1/messages", {"messages": HI, "max_tokens": 9}),
             ("/v1/responses", {"input": "x"}),
+            ("/api/chat", {"messages": HI, "stream": False}),
+            ("/api/generate", {"prompt": "x", "stream": False}),
         ):
             for model in ("mine", "tiny"):
                 reply = (await client.post(path, json={**asked, "model": model})).json()
                 assert reply["model"] == model, reply
                 told = server.core.added[-1].lora_request
                 assert (None if told is None else told.lora_name) == (None if model == "tiny" else "mine")
-        assert (await client.post("/v1/embeddings", json={"model": "mine", "input": "x"})).status_code == 404
+        pooled = await client.post("/v1/embeddings", json={"model": "mine", "input": "x"})
+        assert pooled.status_code == 400 and "is an adapter" in error_of(pooled)["message"]
+        assert (await client.post("/v1/embeddings", json={"model": "other", "input": "x"})).status_code == 404
         number = server.core.added[0].lora_request.lora_int_id  # type: ignore[union-attr]
         assert (await client.post(UNLOAD, json={"lora_name": "mine"})).status_code == 200
         assert (await client.post(UNLOAD, json={"lora_name": "mine"})).status_code == 404
         kept = client._transport.app.state.adapters  # type: ignore[attr-defined]  # httpx tells nobody else
         assert kept.has_left("mine") and not kept.has_left("other")
         chat = {"messages": HI, "model": "mine"}
-        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 404
+        for path in ("/v1/chat/completions", "/api/chat"):
+            assert (await client.post(path, json=chat)).status_code == 404
         await client.post(LOAD, json=body)
         assert not kept.has_left("mine")
         await client.post("/v1/chat/completions", json=chat)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import scheduler_loop
 from scheduler_loop import Loop
 from toy_adapters import BROKEN
+
+from engine.adapters.request import LoRARequest
 
 
 def waiting(loop: Loop) -> int:
@@ -43,6 +47,17 @@ def test_those_whose_adapter_is_broken_end_and_are_not_counted_any_more() -> Non
     assert [loop.reason(name) for name in "abcd"] == ["error", "abort", "error", "length"]
     assert waiting(loop) == 0
     loop.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize(("version", "kind"), [("", "invalid"), ("as it was loaded", "fault")])
+def test_files_that_were_fine_and_are_broken_are_nobodys_mistake(
+    version: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_loop, "adapter", lambda number: LoRARequest("x", number, "somewhere", version))
+    loop = Loop(adapters=(1, 1))
+    loop.add("a", [1, 2], 4, adapter_number=BROKEN)
+    loop.run()
+    assert loop.ends["a"][0].error_kind == kind
 
 
 def test_nobody_waits_for_the_backlog_of_another_adapter() -> None:

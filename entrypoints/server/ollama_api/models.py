@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import msgspec
 from engine.models.description import ModelDescription
 from engine.models.gguf_header import read_gguf_header
 from entrypoints.server.context import ServerContext
+from entrypoints.server.names import tagged
 
 _NEVER = "9999-12-31T23:59:59Z"
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -157,16 +157,6 @@ class Models:
 
     def _digest(self, files: Files) -> str:
         return hashlib.sha256(repr((self._context.served_name, self._context.fingerprint, files)).encode()).hexdigest()
-
-
-def tagged(name: str) -> str:
-    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
-
-
-def is_one_of(asked: str, names: Sequence[str]) -> bool:
-    """As Ollama compares them: without regard to case, and `latest` is said or not."""
-    plain = asked.lower()
-    return any(plain in (name.lower(), tagged(name).lower()) for name in names)
 
 
 def _files_of(model: ModelDescription) -> Files:

@@ -15,11 +15,12 @@ from entrypoints.server.encoding import json_response
 from entrypoints.server.error_shape import error_body
 from entrypoints.server.errors import describe
 from entrypoints.server.fields import Body
+from entrypoints.server.names import is_one_of
 from entrypoints.server.ollama_api.embed import EmbedOneRequest, EmbedRequest, embed, embed_one
 from entrypoints.server.ollama_api.errors import PREFIX, in_ollamas_words
 from entrypoints.server.ollama_api.fields import ChatRequest, GenerateRequest, ShowRequest
 from entrypoints.server.ollama_api.handler import ChatHandler, GenerateHandler, OllamaHandler
-from entrypoints.server.ollama_api.models import Models, is_one_of
+from entrypoints.server.ollama_api.models import Models
 from entrypoints.server.streaming import EventStream, answer, event_stream
 from entrypoints.server.structured import blamed_on
 
@@ -75,22 +76,22 @@ class OllamaRoutes:
         self.context = context
         self.models = Models(context)
 
-    def check(self, name: str | None, body: Body, request: Request) -> None:
-        """And take note of fields that nobody knows."""
+    def check(self, name: str | None, body: Body, request: Request, generates: bool = False) -> None:
+        """And take note of fields that nobody knows. What `generates` may name an adapter, as it was loaded."""
         context = self.context
         context.take_note(body, request)
         if not name:
             context.check_model(None)
-        elif not is_one_of(name, context.names):
+        elif not is_one_of(name, context.names) and not (generates and context.adapters.get(name)):
             message = f"model '{name[:100]}' not found: this server serves '{context.served_name}'"
             raise HTTPException(404, error_body(message, "invalid_request_error", "model", "model_not_found"))
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        self.check(body.model, body, request)
+        self.check(body.model, body, request, generates=True)
         return await respond(ChatHandler(self.context, body), request)
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
-        self.check(body.model, body, request)
+        self.check(body.model, body, request, generates=True)
         return await respond(GenerateHandler(self.context, body), request)
 
     async def embed(self, body: EmbedRequest, request: Request) -> Response:
