@@ -100,6 +100,7 @@ async def misses(model: str, places: list[Path], options: argparse.Namespace) ->
         max_loras=8,
         max_lora_rank=options.rank,
         threads=options.threads,
+        quantization=options.quantization,
     )
     registered = [LoRARequest(f"a{n}", n, str(places[n % len(places)])) for n in range(1, REGISTERED + 1)]
     async with AsyncEngine(args) as engine:
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, help="of the engine whose misses are timed; one leaves a core to loading"
     )
-    parser.add_argument("--quantization", help="of the ratios' engines; none: blocks of a file as bfloat16")
+    parser.add_argument("--quantization", default="none", help="of all engines; none: blocks of a file as bfloat16")
     parser.add_argument("--only", choices=["ratios", "misses"])
     options = parser.parse_args()
     model = options.model or str(demo_model_path())
