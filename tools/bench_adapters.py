@@ -27,6 +27,7 @@ from engine.models.description import describe
 from engine.models.spec import DecoderSpec
 
 REGISTERED = 1000
+Span = tuple[float, float]
 PROMPT = [3 + (i * 37) % 190 for i in range(32)]
 
 
@@ -114,8 +115,8 @@ async def misses(model: str, places: list[Path], options: argparse.Namespace) ->
             asked.append((began, time.perf_counter()))
             return 1e3 * (asked[-1][1] - began)
 
-        asked: list[tuple[float, float]] = []
-        gaps: list[tuple[float, float]] = []
+        asked: list[Span] = []
+        gaps: list[Span] = []
 
         async def stream() -> None:
             params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True, detokenize=False)
@@ -135,22 +136,28 @@ async def misses(model: str, places: list[Path], options: argparse.Namespace) ->
         await asyncio.sleep(0.1)
         other.cancel()
 
-    def longest(requests: list[tuple[float, float]]) -> float:
-        return median(max(gap for at, gap in gaps if start < at < end + gap / 1e3) for start, end in requests)
-
-    alone = [gap for at, gap in gaps[5:] if at < began]
-    before = [gap for at, gap in gaps if began <= at < asked[-40][0]]
-    after = [gap for at, gap in gaps if asked[-40][0] <= at < asked[-1][1]]
     return {
         "first token, resident": median(hits),
         "first token, a miss": median(cold),
         "beside a stream, resident": median(hot),
         "beside a stream, a miss": median(beside),
-        "the stream's mean gap, alone": mean(alone),
-        "the stream's mean gap, all resident": mean(before),
-        "the stream's mean gap, misses": mean(after),
-        "its longest gap behind a request, resident": longest(asked[-80:-40]),
-        "its longest gap behind a request, a miss": longest(asked[-40:]),
+        **of_stream(gaps, began, asked[-80:-40], asked[-40:]),
+    }
+
+
+def of_stream(gaps: list[Span], began: float, hits: list[Span], misses: list[Span]) -> dict[str, float]:
+    """`gaps`: when each ended, and its milliseconds; `began`: the first hit; the others: from when to when."""
+
+    def longest(requests: list[Span]) -> float:
+        return median(max(gap for at, gap in gaps if start < at < end + gap / 1e3) for start, end in requests)
+
+    turn = misses[0][0]
+    return {
+        "the stream's mean gap, alone": mean(gap for at, gap in gaps[5:] if at < began),
+        "the stream's mean gap, all resident": mean(gap for at, gap in gaps if began <= at < turn),
+        "the stream's mean gap, misses": mean(gap for at, gap in gaps if turn <= at < misses[-1][1]),
+        "its longest gap behind a request, resident": longest(hits),
+        "its longest gap behind a request, a miss": longest(misses),
     }
 
 
