@@ -149,7 +149,9 @@ def of_stream(gaps: list[Span], began: float, hits: list[Span], misses: list[Spa
     """`gaps`: when each ended, and its milliseconds; `began`: the first hit; the others: from when to when."""
 
     def longest(requests: list[Span]) -> float:
-        return median(max(gap for at, gap in gaps if start < at < end + gap / 1e3) for start, end in requests)
+        return median(
+            max((gap for at, gap in gaps if start < at < end + gap / 1e3), default=0.0) for start, end in requests
+        )
 
     turn = misses[0][0]
     return {

@@ -130,7 +130,7 @@ class AdapterFiles:
 
     def version(self) -> str:
         """What both files hold."""
-        return f"{self._digest().hex()} {self._alpha:g} {self._root}"
+        return f"{self._digest().hex()} {self._alpha!r} {self._root}"
 
     def factors(self, dtype: torch.dtype, own_parts: Mapping[Part, Own], copied: bool = False) -> list[Factors]:
         """Of a rank, which has `own_parts`; in memory of their own if they are `copied`."""

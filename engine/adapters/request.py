@@ -21,4 +21,4 @@ class LoRARequest(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """What prefixes that were computed with it are found by."""
-        return f"{self.lora_int_id}\0{self.lora_name}\0{self.lora_path}"
+        return f"{self.lora_int_id}\0{self.lora_name}\0{self.lora_path}\0{self.version}"

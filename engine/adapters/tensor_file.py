@@ -22,6 +22,7 @@ FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "B
 _LENGTH = 8
 _KNOWN = 16
 _PIECE, _PAGE = 1 << 20, 1 << 12
+_WEIGHTS = np.arange(_PAGE // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 
 
 class Layout(NamedTuple):
@@ -50,10 +51,10 @@ class StoredTensors(NamedTuple):
 def read_shapes(path: Path, most: int) -> StoredTensors:
     """Tensors that have shapes and types, and no numbers, which are only added up. Raises what `TensorFile.read`
     does."""
-    with _opened(path, most) as file:
+    with _opened(path, most) as file, _unchanged(file) as size:
         found, sums = _layout(file, OrderedDict()), list[bytes]()
         left = sum(found.nbytes)
-        file.seek(os.fstat(file.fileno()).st_size - left)
+        file.seek(size - left)
         room = torch.empty(min(left, _PIECE), dtype=torch.uint8)
         while left:
             piece = room[:left]
@@ -77,15 +78,11 @@ class TensorFile:
     def read(self, path: Path, most: int) -> StoredTensors:
         """Of at most so many bytes. Raises `SafetensorError`, OSError, ValueError, TypeError, and KeyError, which names
         a type, of what is stored otherwise than as floats."""
-        with _opened(path, most) as file:
-            before = os.fstat(file.fileno())
+        with _opened(path, most) as file, _unchanged(file) as size:
             layout = _layout(file, self._known)
             numbers = self._room(sum(layout.nbytes))
-            file.seek(before.st_size - len(numbers))
+            file.seek(size - len(numbers))
             _fill(file, numbers)
-            now = os.fstat(file.fileno())
-            if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
-                raise ValueError("it was changed while it was read")
         tensors = dict(zip(layout.names, _apart(numbers, layout), strict=True))
         return StoredTensors(layout, tensors, lambda: _of_all(layout, [_sums(numbers)]))
 
@@ -105,6 +102,16 @@ def _opened(path: Path, most: int) -> Iterator[FileIO]:
         if found.st_size > most:
             raise ValueError(f"it has {found.st_size} bytes, more than {most}, which the largest ranks have at most")
         yield file
+
+
+@contextmanager
+def _unchanged(file: FileIO) -> Iterator[int]:
+    """Its size. Raises ValueError where somebody has written to it meanwhile."""
+    before = os.fstat(file.fileno())
+    yield before.st_size
+    now = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+        raise ValueError("it was changed while it was read")
 
 
 def _layout(file: FileIO, known: OrderedDict[bytes, Layout]) -> Layout:
@@ -147,11 +154,12 @@ def _fill(file: FileIO, numbers: torch.Tensor) -> None:
 
 
 def _sums(numbers: torch.Tensor) -> bytes:
-    """Of each page, eight bytes at a time: a hash of all takes as long as all else that loading does."""
+    """Of each page, eight bytes at a time, each weighted by its place: a hash takes as long as all else that loading
+    does."""
     found = numbers.numpy()
     whole = len(found) // _PAGE * _PAGE
     pages = found[:whole].view(np.uint64).reshape(-1, _PAGE // 8)
-    return bytes(pages.sum(axis=1, dtype=np.uint64).tobytes() + found[whole:].tobytes())
+    return bytes(np.einsum("pw,w->p", pages, _WEIGHTS).tobytes() + found[whole:].tobytes())
 
 
 def _of_all(layout: Layout, sums: list[bytes]) -> bytes:

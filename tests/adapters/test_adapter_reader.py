@@ -125,7 +125,7 @@ def test_files_alike_are_checked_once_and_others_as_ever(
     assert checked.count("again") == 4 and len(many._headers) == 2
 
 
-@pytest.mark.parametrize("change", ["numbers", "alpha", "names"])
+@pytest.mark.parametrize("change", ["numbers", "alpha", "names", "places"])
 def test_files_are_what_they_were_when_they_were_checked(
     model: tuple[torch.nn.Module, DecoderSpec], change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -141,15 +141,19 @@ def test_files_are_what_they_were_when_they_were_checked(
     if change == "numbers":
         tensors[min(tensors)][0, 0] += 1
     elif change == "names":
-        one, other = (f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight" for layer in (0, 1))
-        tensors[one], tensors[other] = tensors[other], tensors[one]
+        one, two = (f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight" for layer in (0, 1))
+        tensors[one], tensors[two] = tensors[two], tensors[one]
+    elif change == "places":
+        tensors[min(tensors)][0] = tensors[min(tensors)][0].view(torch.int64).flip(0).view(torch.float32)
     else:
         config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 3.5}))
     save_file(tensors, file)
     with pytest.raises(ConfigError, match="load it again"):
         reads.read(adapter)
     reads.read(request(tmp_path))
-    reads.read(replace(adapter, version=check_files(adapter, spec, CONFIG)))
+    other = replace(adapter, version=check_files(adapter, spec, CONFIG))
+    reads.read(other)
+    assert other.key != adapter.key, "what was computed with the other one is not its own"
 
 
 def test_a_file_is_read_as_it_lies(tmp_path: Path) -> None:

@@ -6,6 +6,12 @@
 
 #include "adapters.h"
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define PAGELOOM_PICK(one, other, ...) __builtin_shufflevector(one, other, __VA_ARGS__)
+#else
+#define PAGELOOM_PICK(one, other, ...) __builtin_shuffle(one, other, Eight{__VA_ARGS__})
+#endif
+
 namespace pageloom {
 namespace {
 
@@ -28,8 +34,8 @@ void turn_eight(const uint16_t* from, int64_t stride, uint16_t* into, int64_t in
   for (int i = 0; i < 8; ++i) std::memcpy(&rows[i], from + i * stride, sizeof rows[i]);
   for (int times = 0; times < 3; ++times) {  // row i with row i + 4, number by number: after three times all have met
     for (int i = 0; i < 4; ++i) {
-      pairs[2 * i] = __builtin_shuffle(rows[i], rows[i + 4], Eight{0, 8, 1, 9, 2, 10, 3, 11});
-      pairs[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + 4], Eight{4, 12, 5, 13, 6, 14, 7, 15});
+      pairs[2 * i] = PAGELOOM_PICK(rows[i], rows[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+      pairs[2 * i + 1] = PAGELOOM_PICK(rows[i], rows[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
     }
     std::copy(pairs, pairs + 8, rows);
   }
